@@ -1,0 +1,44 @@
+"""Set up for the whole suite: eight virtual CPU devices, shape checks on, the shared/ fixtures."""
+
+import os
+import pathlib
+
+# Before JAX is imported: eight virtual devices on one CPU, so that meshes are tested anywhere.
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ['XLA_FLAGS'] = (
+    os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+)
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+
+import pytest
+from jaxtyping import install_import_hook
+
+# Every annotated function of the package checks its array shapes while the suite runs.
+install_import_hook('bertjax', 'beartype.beartype')
+
+
+def find_shared() -> pathlib.Path | None:
+  """The folder of reference data: $BERTJAX_SHARED, or ../shared beside the checkout."""
+  named = os.environ.get('BERTJAX_SHARED')
+  folder = pathlib.Path(named) if named else pathlib.Path(__file__).parents[2] / 'shared'
+  return folder if folder.is_dir() else None
+
+
+@pytest.fixture(scope='session')
+def shared() -> pathlib.Path:
+  """Reference data that a stranger's clone does not have; tests that need it are skipped there."""
+  folder = find_shared()
+  if folder is None:
+    pytest.skip('no reference data: set BERTJAX_SHARED or put it at ../shared')
+  return folder
+
+
+@pytest.fixture(scope='session')
+def golden(shared: pathlib.Path) -> pathlib.Path:
+  return shared / 'golden'
+
+
+@pytest.fixture(scope='session')
+def bugs(shared: pathlib.Path) -> pathlib.Path:
+  """Inputs of the public bug reports (shared/bugs/open)."""
+  return shared / 'bugs' / 'open'
