@@ -1,0 +1,218 @@
+"""AdamW as BERT uses it: no bias correction, decoupled decay chosen by path, linear schedule.
+
+Source: google-research/bert optimization.py (AdamWeightDecayOptimizer, create_optimizer), except
+that clipping is by the norm of the global gradient, after the all-reduce and after accumulation.
+
+A step uses it like this; the rate that is logged is read from the count that the update reads:
+
+    norm = optim.global_norm(grads)
+    rate = optim.learning_rate(settings, state.opt_state)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params, grad_norm=norm)
+    params = optax.apply_updates(state.params, updates)
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSettings:
+  """All that shapes an update; stored with the checkpoint.
+
+  Attributes:
+    name: the rule; 'adamw' is the only one.
+    learning_rate: the peak of the schedule.
+    warmup_steps: steps of linear warm-up from 0.
+    num_steps: length of the whole schedule, warm-up included.
+    end_learning_rate: the rate at the end of the schedule and beyond it.
+    power: of the polynomial decay; 1 is linear, 0 keeps the peak.
+    weight_decay: decoupled: each update takes rate * weight_decay * parameter away.
+    decay_exclude: regular expressions; a parameter whose path ('encoder/.../bias') one of them is
+      found in does not decay.
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    eps: added to the square root of the second moment.
+    bias_correction: Adam's 1 / (1 - b^t) on both moments. BERT leaves it out, so that its first
+      steps are about three times as long; fine-tuning on small sets may want it.
+    clip_norm: global gradients longer than this are scaled down to it; 0 never clips.
+  """
+
+  name: str = 'adamw'
+  learning_rate: float = 1e-4
+  warmup_steps: int = 10_000
+  num_steps: int = 1_000_000
+  end_learning_rate: float = 0.0
+  power: float = 1.0
+  weight_decay: float = 0.01
+  # Every bias (of dense layers, of LayerNorms, of the MLM output) and every LayerNorm scale.
+  decay_exclude: tuple[str, ...] = (r'(^|/)bias$', r'layer_norm/scale$')
+  b1: float = 0.9
+  b2: float = 0.999
+  eps: float = 1e-6
+  bias_correction: bool = False
+  clip_norm: float = 1.0
+
+  def __post_init__(self):
+    if self.name != 'adamw':
+      raise ValueError(f"optimizer name is {self.name!r}; the one there is is 'adamw'")
+    if self.num_steps < 1:
+      raise ValueError(f'num_steps of the schedule is {self.num_steps}; it must be at least 1')
+    if not 0 <= self.warmup_steps <= self.num_steps:
+      raise ValueError(
+          f'warmup_steps is {self.warmup_steps}; it must lie between 0 and the '
+          f'{self.num_steps} num_steps of the schedule'
+      )
+    for name in ('learning_rate', 'end_learning_rate', 'power', 'weight_decay', 'clip_norm'):
+      if not 0 <= getattr(self, name) < float('inf'):
+        raise ValueError(f'{name} is {getattr(self, name)}; it must be finite and not negative')
+    for name in ('b1', 'b2'):
+      if not 0 <= getattr(self, name) < 1:
+        raise ValueError(f'{name} is {getattr(self, name)}; it must be in [0, 1)')
+    if not self.eps > 0:
+      raise ValueError(f'eps is {self.eps}; it must be positive')
+
+
+def schedule(settings: OptimizerSettings) -> optax.Schedule:
+  """The rate as a function of the updates already made.
+
+  Warm-up is peak * step / warmup_steps from step 0, so the first update of a warm-up does nothing.
+  The decay counts from step 0 as well, as in Google's create_optimizer: the rate drops by
+  peak * warmup_steps / num_steps where the warm-up ends.
+  """
+  peak, end = settings.learning_rate, settings.end_learning_rate
+
+  def rate(count):
+    # Steps left are counted in integers: 1 - step / num_steps would lose its digits near the end.
+    left = jnp.asarray(jnp.maximum(settings.num_steps - count, 0), float) / settings.num_steps
+    decayed = end + (peak - end) * left**settings.power
+    if settings.warmup_steps == 0:
+      return decayed
+    warm = peak * (jnp.asarray(count, float) / settings.warmup_steps)
+    return jnp.where(count < settings.warmup_steps, warm, decayed)
+
+  return rate
+
+
+def make(
+    settings: OptimizerSettings, abstract_params: PyTree
+) -> optax.GradientTransformationExtraArgs:
+  """The transformation gradients -> updates.
+
+  Its `update` takes the keyword `grad_norm`, so that a step that logs the norm computes it once.
+  Its state is a plain pytree whose moments have the structure of the parameters, so their paths
+  end in the parameters' paths. The state has the same structure for every settings.
+
+  Args:
+    settings: what to build.
+    abstract_params: the parameter tree; only its structure and paths are read.
+
+  Raises:
+    ValueError: a pattern of decay_exclude matches no parameter.
+  """
+  if settings.bias_correction:
+    adam = optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)
+  else:
+    adam = scale_by_adam_uncorrected(b1=settings.b1, b2=settings.b2, eps=settings.eps)
+  return optax.chain(
+      _clip_transformation(settings.clip_norm),
+      adam,
+      optax.add_decayed_weights(
+          settings.weight_decay, mask=decay_mask(abstract_params, settings.decay_exclude)
+      ),
+      # Last, and `learning_rate` and `restart` rely on it.
+      optax.scale_by_learning_rate(schedule(settings)),
+  )
+
+
+def learning_rate(settings: OptimizerSettings, opt_state: optax.OptState) -> Float[Array, '']:
+  """The rate that the next update with this state applies: the one to log."""
+  return schedule(settings)(opt_state[-1].count)
+
+
+def restart(
+    opt_state: optax.OptState, *, moments: bool = False, schedule: bool = False
+) -> optax.OptState:
+  """The state for a new phase: what is named starts from zero, the rest is carried over.
+
+  Args:
+    opt_state: the state of a transformation of `make`.
+    moments: forget both moments, and the count that bias correction reads.
+    schedule: begin the schedule again, with its warm-up.
+  """
+  *inner, rate_state = opt_state
+  if moments:
+    inner = jax.tree.map(jnp.zeros_like, inner)
+  if schedule:
+    rate_state = jax.tree.map(jnp.zeros_like, rate_state)
+  return (*inner, rate_state)
+
+
+def global_norm(grads: PyTree[Float[Array, '...']]) -> Float[Array, '']:
+  """The Euclidean length of all gradients taken as one vector."""
+  return jnp.asarray(optax.tree.norm(grads))
+
+
+def clip(
+    grads: PyTree[Float[Array, '...']], norm: Float[Array, ''], max_norm: float
+) -> PyTree[Float[Array, '...']]:
+  """Scales `grads`, whose length is `norm`, down to `max_norm` where they are longer.
+
+  Shorter ones are returned bit for bit. A `norm` that is not finite destroys the update (zeros or
+  NaN); it is the caller's to notice, see alarms.py.
+  """
+  scale = jnp.where(norm > max_norm, max_norm / norm, 1)
+  return jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
+
+
+def decay_mask(params: PyTree, exclude: tuple[str, ...]) -> PyTree[bool]:
+  """True for the parameters that decay: those whose path none of the patterns is found in.
+
+  Raises:
+    ValueError: a pattern that matches no parameter, which is how a list written for another
+      framework's names silently lets the norm scales decay.
+  """
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+  paths = [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves]
+  for pattern in exclude:
+    if not any(re.search(pattern, path) for path in paths):
+      raise ValueError(
+          f'decay_exclude: the pattern {pattern!r} matches none of the {len(paths)} parameters, '
+          f'which are named like {paths[0]!r}; mend the pattern or take it out'
+      )
+  decays = [not any(re.search(pattern, path) for pattern in exclude) for path in paths]
+  return jax.tree.unflatten(treedef, decays)
+
+
+def scale_by_adam_uncorrected(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+  """Adam without bias correction, m / (sqrt(v) + eps): the switch that optax's own lacks.
+
+  The state is that of optax.scale_by_adam, so the switch never changes what a checkpoint holds.
+  """
+
+  def update(grads, state, params=None):
+    del params
+    mu = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, grads, state.mu)
+    nu = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * jnp.square(g), grads, state.nu)
+    updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
+    count = optax.safe_increment(state.count)
+    return updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+
+  return optax.GradientTransformation(optax.scale_by_adam().init, update)
+
+
+def _clip_transformation(max_norm: float) -> optax.GradientTransformationExtraArgs:
+  """`clip` with the norm that the caller has already computed."""
+
+  def update(grads, state, params=None, *, grad_norm=None, **extra):
+    del params, extra
+    if max_norm == 0:
+      return grads, state
+    norm = global_norm(grads) if grad_norm is None else grad_norm
+    return clip(grads, norm, max_norm), state
+
+  return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

@@ -1,0 +1,102 @@
+"""The mesh, and one visible table that says how every parameter lies on it."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+AXES = ('data', 'fsdp', 'model')
+ROWS = ('data', 'fsdp')  # the batch axis of activations is split over both
+
+# Path of a parameter -> the axes it is split over. The first match wins; optimizer moments have
+# paths that end in their parameter's path, so the same table holds for them. Kernels of the layers
+# are stacked: [layer, in, out]. The word table is split on one axis only: on two, XLA
+# rematerialises the lookup.
+RULES: tuple[tuple[str, PartitionSpec], ...] = (
+    (r'word_embeddings/embedding$', PartitionSpec(('fsdp', 'model'), None)),
+    (r'(position|token_type)_embeddings/embedding$', PartitionSpec()),
+    (r'layers/attention/(query|key|value)/kernel$', PartitionSpec(None, 'fsdp', 'model')),
+    (r'layers/attention/(query|key|value)/bias$', PartitionSpec(None, 'model')),
+    (r'layers/attention/output/kernel$', PartitionSpec(None, 'model', 'fsdp')),
+    (r'layers/intermediate/kernel$', PartitionSpec(None, 'fsdp', 'model')),
+    (r'layers/intermediate/bias$', PartitionSpec(None, 'model')),
+    (r'layers/output/kernel$', PartitionSpec(None, 'model', 'fsdp')),
+    (r'(pooler|masked_lm/dense)/kernel$', PartitionSpec('fsdp', None)),
+    (r'masked_lm/bias$', PartitionSpec(('fsdp', 'model'))),
+    (r'.*', PartitionSpec()),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSettings:
+  """Devices along each axis; one of them may be -1, for as many as there are."""
+
+  data: int = -1
+  fsdp: int = 1
+  model: int = 1
+
+
+def make_mesh(settings: MeshSettings, devices: list | None = None) -> Mesh:
+  """The mesh over all devices (or those given).
+
+  Raises:
+    ValueError: the axes do not multiply to the number of devices, with the mend.
+  """
+  devices = jax.devices() if devices is None else devices
+  sizes = [getattr(settings, axis) for axis in AXES]
+  fixed = int(np.prod([size for size in sizes if size != -1]))
+  if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
+    raise ValueError(
+        f'mesh {dict(zip(AXES, sizes, strict=True))}: sizes are positive, one may be -1')
+  if len(devices) % fixed or (-1 not in sizes and fixed != len(devices)):
+    raise ValueError(
+        f'mesh {dict(zip(AXES, sizes, strict=True))} does not fit {len(devices)} devices; '
+        f'set one axis to -1 and let the others divide {len(devices)}')
+  sizes = [len(devices) // fixed if size == -1 else size for size in sizes]
+  return jax.make_mesh(
+      tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+  """The PartitionSpec of one array; an axis that the mesh does not divide stays whole."""
+  spec = next(spec for pattern, spec in RULES if re.search(pattern, path))
+  if len(spec) > len(shape):  # a scalar of the optimizer
+    return PartitionSpec()
+  parts = []
+  for size, names in zip(shape, tuple(spec) + (None,) * (len(shape) - len(spec)), strict=True):
+    names = (names,) if isinstance(names, str) else names
+    ways = int(np.prod([mesh.shape[name] for name in names])) if names else 1
+    parts.append(names if names and size % ways == 0 else None)
+  return PartitionSpec(*parts)
+
+
+def shardings(tree, mesh: Mesh):
+  """NamedShardings for a tree of arrays (or shapes), by the table."""
+  def one(path, leaf):
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    return NamedSharding(mesh, spec_of(name, leaf.shape, mesh))
+
+  return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+  """Of arrays whose leading axis is the batch."""
+  return NamedSharding(mesh, PartitionSpec(ROWS))
+
+
+def constrain_rows(x: Float[Array, 'rows *rest']) -> Float[Array, 'rows *rest']:
+  """Holds XLA to splitting the leading axis over the batch's mesh axes; nothing outside a mesh."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return x
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS))
+
+
+def constrain_parts(x: Array) -> Array:
+  """As `constrain_rows`, for [part, row, ...]: the parts of an accumulated batch are not split."""
+  if jax.sharding.get_abstract_mesh().empty:
+    return x
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(None, ROWS))

@@ -1,0 +1,353 @@
+"""The optimizer: Google's and PyTorch's trajectories, schedule, clipping, decay by path."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from bertjax import optim
+
+# The settings of golden/03_optim, and the names there.
+GOOGLE = optim.OptimizerSettings(
+    learning_rate=5e-3, warmup_steps=4, num_steps=20, decay_exclude=('LayerNorm', 'bias')
+)
+
+
+@pytest.fixture
+def float64():
+  with jax.enable_x64(True):
+    yield
+
+
+def arrays(file, kind):
+  """{name: array} of the entries `kind`/name of an npz file."""
+  with np.load(file) as stored:
+    return {name[2:]: stored[name] for name in stored.files if name.startswith(f'{kind}/')}
+
+
+def tree_of(names_to_arrays, dtype):
+  return {name: jnp.asarray(array, dtype) for name, array in names_to_arrays.items()}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def update(settings, params, state, grads):
+  rate = optim.learning_rate(settings, state)
+  updates, state = optim.make(settings, params).update(grads, state, params)
+  return optax.apply_updates(params, updates), state, rate
+
+
+def trajectory(settings, inputs, dtype):
+  """Parameters, state and rate after each update; one settings for all steps, or one for each."""
+  settings = settings if isinstance(settings, list) else [settings] * 20
+  params = tree_of(arrays(inputs, 'p'), dtype)
+  grads = arrays(inputs, 'g')
+  state = optim.make(settings[0], params).init(params)
+  for i in range(20):
+    grad = tree_of({name: g[i] for name, g in grads.items()}, dtype)
+    params, state, rate = update(settings[i], params, state, grad)
+    yield params, state, rate
+
+
+def test_google_adamw_in_float64(golden, float64):
+  folder = golden / '03_optim'
+  expected = folder / 'google_adamw.npz'
+  params, mu, nu = (arrays(expected, kind) for kind in 'pmv')
+  rates = np.load(expected)['lr']
+  steps = trajectory(GOOGLE, folder / 'inputs.npz', jnp.float64)
+  for i, (ours, state, rate) in enumerate(steps):
+    np.testing.assert_allclose(rate, rates[i], rtol=1e-14)
+    for name in params:
+      np.testing.assert_allclose(ours[name], params[name][i], rtol=1e-12, atol=1e-14)
+      np.testing.assert_allclose(state[1].mu[name], mu[name][i], rtol=1e-12, atol=1e-16)
+      np.testing.assert_allclose(state[1].nu[name], nu[name][i], rtol=1e-12, atol=1e-18)
+
+
+@pytest.mark.parametrize('file', ['google_adamw.npz', 'google_adamw_tf_float32.npz'])
+def test_google_adamw_in_float32(golden, file):
+  folder = golden / '03_optim'
+  expected = arrays(folder / file, 'p')
+  rates = np.load(folder / file)['lr']
+  steps = trajectory(GOOGLE, folder / 'inputs.npz', jnp.float32)
+  for i, (ours, _, rate) in enumerate(steps):
+    np.testing.assert_allclose(rate, rates[i], rtol=1e-6)
+    for name in expected:
+      np.testing.assert_allclose(ours[name], expected[name][i], rtol=1e-6, atol=1e-6)
+
+
+def test_torch_adamw_with_a_constant_rate(golden, float64):
+  folder = golden / '03_optim'
+  expected = arrays(folder / 'adamw_torch_const_lr_1e-3.npz', 'p')
+  settings = optim.OptimizerSettings(
+      learning_rate=1e-3, warmup_steps=0, num_steps=20, power=0.0, bias_correction=True, eps=1e-8,
+      clip_norm=0.0, decay_exclude=GOOGLE.decay_exclude,
+  )
+  for i, (ours, _, _) in enumerate(trajectory(settings, folder / 'inputs.npz', jnp.float64)):
+    for name in expected:
+      np.testing.assert_allclose(ours[name], expected[name][i], rtol=1e-11, atol=1e-12)
+
+
+def test_torch_adamw_with_clipping_and_the_rate_of_hugging_face(golden, float64):
+  folder = golden / '03_optim'
+  expected = arrays(folder / 'adamw_torch_hf_linear_clip.npz', 'p')
+  rates = json.loads((folder / 'schedules.json').read_text(encoding='utf-8'))
+  rates = rates['lr0.005_w4_t20']['hf_linear']
+  # Power 0 keeps a rate, so each step is given Hugging Face's (whose decay starts at the peak).
+  settings = [
+      dataclasses.replace(
+          GOOGLE, learning_rate=rate, warmup_steps=0, power=0.0, bias_correction=True, eps=1e-8
+      )
+      for rate in rates[:20]
+  ]
+  # PyTorch divides by norm + 1e-6, so scales agree to 1e-6.
+  for i, (ours, _, _) in enumerate(trajectory(settings, folder / 'inputs.npz', jnp.float64)):
+    for name in expected:
+      np.testing.assert_allclose(ours[name], expected[name][i], rtol=1e-6, atol=1e-6)
+
+
+def test_schedules_of_google(golden, float64):
+  cases = json.loads((golden / '03_optim' / 'schedules.json').read_text(encoding='utf-8'))
+  seen = 0
+  for case in cases.values():
+    for key, power in [
+        ('google_linear', 1.0), ('google_poly_power0.5', 0.5), ('google_poly_power2', 2.0)
+    ]:
+      if f'{key}_f64' not in case:
+        continue
+      settings = optim.OptimizerSettings(
+          learning_rate=case['lr'], warmup_steps=case['warmup'], num_steps=case['total'],
+          power=power,
+      )
+      steps = jnp.asarray(case['steps'], jnp.int32)
+      rates = jax.vmap(optim.schedule(settings))(steps)
+      # The reference computes 1 - step / total, which has 1e-16 of rounding whatever its size.
+      atol = case['lr'] * 1e-15 if power >= 1 else 0
+      np.testing.assert_allclose(rates, case[f'{key}_f64'], rtol=1e-9, atol=atol)
+      seen += 1
+  assert seen >= 12
+
+
+@pytest.mark.parametrize('warmup_steps', [0, 3])
+def test_schedule_in_float32_at_every_step(warmup_steps):
+  settings = optim.OptimizerSettings(
+      learning_rate=2e-3, warmup_steps=warmup_steps, num_steps=12, end_learning_rate=1e-4
+  )
+  rate = jax.jit(optim.schedule(settings))
+  for step in range(16):
+    expected = 1e-4 + (2e-3 - 1e-4) * (1 - min(step, 12) / 12)
+    if step < warmup_steps:
+      expected = 2e-3 * step / warmup_steps
+    np.testing.assert_allclose(rate(jnp.int32(step)), expected, rtol=1e-6)
+
+
+def test_clip_against_tensorflow(golden):
+  file = golden / '03_optim' / 'clip_by_global_norm.json'
+  for name, case in json.loads(file.read_text(encoding='utf-8')).items():
+    grads = [jnp.asarray(g, jnp.float32) for g in case['grads']]
+    norm = optim.global_norm(grads)
+    clipped = optim.clip(grads, norm, 1.0)
+    np.testing.assert_allclose(norm, case['tf_norm'], rtol=1e-6)
+    if name == 'huge':  # a norm that overflows: the alarm stops the run, nothing is promised here
+      continue
+    for ours, theirs in zip(clipped, case['tf'], strict=True):
+      np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_short_gradients_are_not_touched():
+  grads = {'a': jnp.asarray([0.6, 0.8]), 'b': jnp.zeros((2, 2))}
+  clipped = optim.clip(grads, optim.global_norm(grads), 1.0)
+  assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), grads, clipped))
+
+
+def test_the_norm_that_is_given_is_the_one_used():
+  settings = optim.OptimizerSettings(warmup_steps=0, decay_exclude=(), weight_decay=0.0)
+  params = {'kernel': jnp.ones(3)}
+  tx = optim.make(settings, params)
+  state = tx.init(params)
+  grads = {'kernel': jnp.asarray([3.0, 0.0, 4.0])}
+  with_norm = tx.update(grads, state, params, grad_norm=jnp.float32(5))
+  without = tx.update(grads, state, params)
+  jax.tree.map(np.testing.assert_array_equal, with_norm, without)
+  other = tx.update(grads, state, params, grad_norm=jnp.float32(50))
+  np.testing.assert_allclose(other[1][1].mu['kernel'], with_norm[1][1].mu['kernel'] / 10, rtol=1e-6)
+
+
+def bert_params(value=1.0):
+  """The paths of the pre-training model, with small leaves."""
+  dense = {'kernel': jnp.full((2, 2), value), 'bias': jnp.full((2,), value)}
+  norm = {'scale': jnp.full((2,), value), 'bias': jnp.full((2,), value)}
+  table = {'embedding': jnp.full((4, 2), value)}
+  return {
+      'embeddings': {
+          'word_embeddings': table, 'position_embeddings': table, 'token_type_embeddings': table,
+          'layer_norm': norm,
+      },
+      'encoder': {'layers': {
+          'attention': dict.fromkeys(('query', 'key', 'value', 'output'), dense)
+          | {'layer_norm': norm},
+          'intermediate': dense, 'output': dense, 'output_layer_norm': norm,
+      }},
+      'pooler': dense,
+      'masked_lm': {'dense': dense, 'layer_norm': norm, 'bias': jnp.full((4,), value)},
+      'next_sentence': dense,
+  }
+
+
+def paths(tree):
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in leaves}
+
+
+def test_b054_bias_correction_is_a_switch():
+  params = {'kernel': jnp.full((), 2.0)}
+  grads = {'kernel': jnp.full((), 0.01)}
+  for corrected, expected in [(False, 3.15), (True, 1.0)]:
+    for decay in (0.0, 0.5):
+      settings = optim.OptimizerSettings(
+          learning_rate=1e-3, warmup_steps=0, bias_correction=corrected, weight_decay=decay,
+          decay_exclude=(),
+      )
+      tx = optim.make(settings, params)
+      updates, _ = tx.update(grads, tx.init(params), params)
+      # The decay is decoupled: rate * decay * weight on top of the same Adam update.
+      np.testing.assert_allclose(
+          -updates['kernel'] / 1e-3, expected + decay * 2.0, rtol=4e-3
+      )
+  assert optim.OptimizerSettings().bias_correction is False
+
+
+def test_b055_exactly_the_exempt_leaves_do_not_decay():
+  params = bert_params()
+  settings = optim.OptimizerSettings(learning_rate=1.0, warmup_steps=0, weight_decay=0.1)
+  tx = optim.make(settings, jax.eval_shape(lambda: params))
+  updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+  after = paths(optax.apply_updates(params, updates))
+  assert len(after) == 30
+  for path, leaf in after.items():
+    if path.split('/')[-1] in ('kernel', 'embedding'):
+      np.testing.assert_allclose(leaf, 0.9, rtol=1e-6)
+    else:
+      assert path.split('/')[-1] in ('bias', 'scale')
+      assert (leaf == 1).all(), path
+
+
+def test_b055_a_pattern_that_matches_nothing_is_refused():
+  settings = optim.OptimizerSettings(decay_exclude=('bias$', 'LayerNorm/gamma'))
+  with pytest.raises(ValueError, match='LayerNorm/gamma.*matches none of the 30 parameters'):
+    optim.make(settings, bert_params())
+
+
+def test_b057_the_logged_rate_is_the_applied_rate():
+  # Adam of a constant gradient with b1 = b2 = 0 moves by the rate itself, like plain descent.
+  params = {'kernel': jnp.zeros(())}
+  settings = optim.OptimizerSettings(
+      learning_rate=0.5, warmup_steps=3, num_steps=10, b1=0.0, b2=0.0, eps=1e-12,
+      weight_decay=0.0, decay_exclude=(),
+  )
+  tx = optim.make(settings, params)
+  state = tx.init(params)
+  logged = []
+  for _ in range(12):
+    logged.append(float(optim.learning_rate(settings, state)))
+    updates, state = tx.update({'kernel': jnp.ones(())}, state, params)
+    np.testing.assert_allclose(-updates['kernel'], logged[-1], rtol=1e-6)
+  assert logged[0] == 0
+  assert max(logged) == pytest.approx(0.35)
+  assert logged[10] == logged[11] == 0
+
+
+@pytest.mark.parametrize('bias_correction', [False, True])
+def test_b058_state_written_and_read_back_continues_the_same(bias_correction):
+  settings = dataclasses.replace(GOOGLE, bias_correction=bias_correction, decay_exclude=())
+  rng = np.random.default_rng(0)
+  params = {'kernel': jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)}
+  grads = [{'kernel': jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)} for _ in range(20)]
+
+  def run(params, state, grads):
+    rates = []
+    for grad in grads:
+      params, state, rate = update(settings, params, state, grad)
+      rates.append(float(rate))
+    return params, state, rates
+
+  state = optim.make(settings, params).init(params)
+  straight = run(params, state, grads)
+  first = run(params, state, grads[:7])
+  numpy = jax.tree.map(np.asarray, first[:2])  # what a checkpoint holds
+  second = run(*jax.tree.map(jnp.asarray, numpy), grads[7:])
+  assert first[2] + second[2] == straight[2]
+  jax.tree.map(np.testing.assert_array_equal, second[:2], straight[:2])
+
+
+def test_restart_for_a_new_phase():
+  params = {'kernel': jnp.zeros(2)}
+  settings = dataclasses.replace(GOOGLE, decay_exclude=())
+  tx = optim.make(settings, params)
+  state = tx.init(params)
+  fresh = state
+  for _ in range(6):
+    _, state = tx.update({'kernel': jnp.ones(2)}, state, params)
+  assert optim.learning_rate(settings, state) > 0
+  carried = optim.restart(state, schedule=True)
+  assert jax.tree.structure(carried) == jax.tree.structure(state)
+  assert optim.learning_rate(settings, carried) == 0
+  assert (carried[1].mu['kernel'] == state[1].mu['kernel']).all()
+  assert carried[1].count == 6
+  forgotten = optim.restart(state, moments=True)
+  assert (forgotten[1].mu['kernel'] == 0).all()
+  assert optim.learning_rate(settings, forgotten) == optim.learning_rate(settings, state)
+  both = optim.restart(state, moments=True, schedule=True)
+  jax.tree.map(np.testing.assert_array_equal, both, fresh)
+  jax.tree.map(np.testing.assert_array_equal, optim.restart(state), state)
+
+
+def test_moments_have_the_paths_of_their_parameters():
+  params = bert_params()
+  states = [
+      jax.eval_shape(optim.make(optim.OptimizerSettings(bias_correction=switch), params).init,
+                     params)
+      for switch in (False, True)
+  ]
+  assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+  leaves = paths(states[0])
+  for path, leaf in paths(params).items():
+    moments = [p for p in leaves if p.endswith(f'/{path}') and leaves[p].shape == leaf.shape]
+    assert len([p for p in moments if 'mu' in p]) == 1 or path == 'bias'
+    assert any('nu' in p for p in moments)
+  counts = [leaf for leaf in leaves.values() if leaf.shape == ()]
+  assert len(counts) == 2
+  assert len(leaves) == 2 * 30 + 2
+
+
+def test_the_optimizer_learns():
+  params = {'kernel': jnp.asarray([1.0, -2.0, 3.0])}
+  settings = optim.OptimizerSettings(
+      learning_rate=0.1, warmup_steps=10, num_steps=200, decay_exclude=()
+  )
+  tx = optim.make(settings, params)
+  state = tx.init(params)
+  for _ in range(200):
+    grads = jax.tree.map(lambda x: 2 * (x - 0.5), params)
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  np.testing.assert_allclose(params['kernel'], 0.5, atol=0.02)
+
+
+@pytest.mark.parametrize(('change', 'message'), [
+    ({'name': 'lamb'}, "optimizer name is 'lamb'"),
+    ({'num_steps': 0}, 'num_steps'),
+    ({'warmup_steps': 21}, 'warmup_steps is 21; it must lie between 0 and the 20'),
+    ({'warmup_steps': -1}, 'warmup_steps'),
+    ({'learning_rate': -1e-4}, 'learning_rate'),
+    ({'learning_rate': float('nan')}, 'learning_rate'),
+    ({'clip_norm': float('inf')}, 'clip_norm'),
+    ({'b2': 1.0}, 'b2 is 1.0'),
+    ({'eps': 0.0}, 'eps'),
+])
+def test_impossible_settings_are_refused(change, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(GOOGLE, **change)
