@@ -1,0 +1,57 @@
+"""Host batches to the devices: one global jax.Array per field, a few batches ahead."""
+
+import collections
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+DATA_AXES = ('data', 'fsdp')
+
+
+def batch_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+  """How a batch lies on the mesh: its first axis cut over the axes 'data' and 'fsdp'."""
+  axes = tuple(axis for axis in DATA_AXES if axis in mesh.axis_names)
+  return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axes))
+
+
+def to_devices(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
+  """Joins this process's rows with those of the others to global arrays.
+
+  Args:
+    batch: arrays [B / processes, ...], the share of this process.
+    mesh: a mesh with the axes 'data' and 'fsdp'.
+
+  Returns:
+    Arrays [B, ...], the batch axis cut over both axes.
+  """
+  sharding = batch_sharding(mesh)
+  return {
+      name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
+  }
+
+
+def device_batches(
+    batches: Iterator[dict[str, np.ndarray]], mesh: jax.sharding.Mesh, ahead: int = 2
+) -> Iterator[dict[str, jax.Array]]:
+  """The batches on the devices, transferred up to `ahead` batches before they are asked for.
+
+  Transfers run in the background: JAX returns from a transfer before it is done.
+  """
+  queue = collections.deque()
+  for batch in batches:
+    queue.append(to_devices(batch, mesh))
+    if len(queue) > ahead:
+      yield queue.popleft()
+  yield from queue
+
+
+def global_shapes(
+    shapes: dict[str, tuple[tuple[int, ...], type[np.generic]]], mesh: jax.sharding.Mesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """The global batch without its content, to compile for it before there is one."""
+  sharding = batch_sharding(mesh)
+  return {
+      name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+      for name, (shape, dtype) in shapes.items()
+  }

@@ -1,0 +1,436 @@
+"""The pre-training input pipeline: shards in, masked batches out.
+
+Example number i of a run is a pure function of (shards, settings, i): no iterator state, no shuffle
+buffer. So a run resumes by seeking, any number of processes makes the same global batches, and an
+example can be made again alone. Each epoch draws new pairs, new random partners and new masks.
+
+The way of a batch: mixture.py says which corpus, epochs.py which walk and slot, sampling.py which
+sentences; here their tokens are gathered and masking.py chooses what is predicted. tf.data runs
+this ahead of the training step and fixes the shapes.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from absl import logging
+from jaxtyping import Int, Shaped
+
+from bertjax.data import epochs, hashing, masking, mixture, sampling
+from bertjax.data import shards as shards_lib
+
+_MASK = 48  # purpose of the masking draws
+_PREFETCH = 4
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainSettings:
+  """All that shapes an example, apart from the data.
+
+  Attributes:
+    seq_length: tokens per example, T.
+    max_predictions_per_seq: most masked tokens per example, P; 0: as many as `masked_lm_prob` of
+      the length makes (20 at 128, 77 at 512).
+    masked_lm_prob: share of an example's tokens that is predicted.
+    short_seq_prob: share of documents cut into shorter examples.
+    next_sentence: 'nsp', 'sop' or 'none'; see sampling.py.
+    whole_word_masking: mask words, not pieces.
+    random_words: 'ordinary': a random replacement is never a special or unused entry;
+      'vocabulary': any entry, as Google's code.
+    seed: of every draw.
+  """
+
+  seq_length: int = 128
+  max_predictions_per_seq: int = 0
+  masked_lm_prob: float = 0.15
+  short_seq_prob: float = 0.1
+  next_sentence: str = 'nsp'
+  whole_word_masking: bool = False
+  random_words: str = 'ordinary'
+  seed: int = 0
+
+  def __post_init__(self):
+    """Refuses impossible settings.
+
+    Raises:
+      ValueError: naming the setting and what it may be.
+    """
+    if self.next_sentence not in sampling.TASKS:
+      raise ValueError(
+          f"next_sentence is '{self.next_sentence}'; it must be one of {', '.join(sampling.TASKS)}"
+      )
+    if self.random_words not in ('ordinary', 'vocabulary'):
+      raise ValueError(
+          f"random_words is '{self.random_words}'; it must be 'ordinary' or 'vocabulary'"
+      )
+    shortest = 3 if self.next_sentence == 'none' else 5
+    if not shortest <= self.seq_length <= 65536:
+      raise ValueError(f'seq_length is {self.seq_length}; it must be {shortest} to 65536')
+    if not 0 < self.masked_lm_prob <= 1:
+      raise ValueError(f'masked_lm_prob is {self.masked_lm_prob}; it must be above 0, at most 1')
+    if not 0 <= self.short_seq_prob <= 1:
+      raise ValueError(f'short_seq_prob is {self.short_seq_prob}; it must be 0 to 1')
+    if not 0 <= self.max_predictions_per_seq <= self.seq_length:
+      raise ValueError(
+          f'max_predictions_per_seq is {self.max_predictions_per_seq}; it must be 0 (derived) to '
+          f'seq_length {self.seq_length}'
+      )
+    if self.seed < 0:
+      raise ValueError(f'seed is {self.seed}; it must not be negative')
+
+  @property
+  def num_predictions(self) -> int:
+    """P: `max_predictions_per_seq`, or derived from the length where that is 0."""
+    return self.max_predictions_per_seq or max(1, _round_up(self.seq_length * self.masked_lm_prob))
+
+
+def _round_up(x: float) -> int:
+  return int(np.ceil(np.round(x, 9)))  # 0.15 * 20 is a little above 3
+
+
+class ExampleStream:
+  """Examples of one or several corpora, each a pure function of its number.
+
+  Attributes:
+    settings: the settings it was made with.
+    num_examples: examples per epoch. With several corpora the sum of theirs; each runs through its
+      own epochs at the pace its weight gives. For held-out data: exactly all there are.
+  """
+
+  def __init__(
+      self,
+      sources: shards_lib.Split | Sequence[shards_lib.Split],
+      tokenizer: Any,
+      settings: PretrainSettings,
+      *,
+      weights: Sequence[float] | None = None,
+      sampling_exponent: float = 1.0,
+      heldout: bool = False,
+      max_examples: int | None = None,
+  ):
+    """Checks the corpora against the task and works out the size of an epoch.
+
+    Args:
+      sources: a split, or one per corpus. A random partner comes from the same corpus.
+      tokenizer: gives cls_id, sep_id, mask_id, pad_id, ordinary_ids, continuation and vocab_size
+        (bertjax.data.tokenizer.Tokenizer).
+      settings: see PretrainSettings.
+      weights: share of each corpus in the stream; None: by size ** sampling_exponent.
+      sampling_exponent: see mixture.sampling_weights.
+      heldout: every example of one walk exactly once, in place of shuffled epochs.
+      max_examples: with `heldout`, a fixed random choice of so many.
+
+    Raises:
+      sampling.SamplingError: if the task cannot be trained on one of the corpora.
+      ValueError: if the weights do not fit the corpora.
+    """
+    splits = [sources] if isinstance(sources, shards_lib.Split) else list(sources)
+    if weights is not None and len(weights) != len(splits):
+      raise ValueError(f'{len(weights)} mixture weights for {len(splits)} corpora')
+    self.settings, self._tokenizer = settings, tokenizer
+    self._rule = sampling.Rule(
+        settings.next_sentence, settings.seq_length, settings.short_seq_prob
+    )
+    self._corpora = [sampling.Corpus(split) for split in splits]
+    self._masking = _masking_rule(tokenizer, settings)
+    self._continuation = np.asarray(tokenizer.continuation, bool)
+    self._with_borders = [all(s.words is not None for s in split.shards) for split in splits]
+    seeds = [hashing.fold_int(settings.seed, c) for c in range(len(splits))]
+    if heldout:
+      limits = _shares([c.num_tokens for c in self._corpora], max_examples)
+      self._samplers = [
+          epochs.Enumeration(corpus, self._rule, seed, limit)
+          for corpus, seed, limit in zip(self._corpora, seeds, limits, strict=True)
+      ]
+    else:
+      self._samplers = [
+          epochs.Epochs(corpus, self._rule, seed)
+          for corpus, seed in zip(self._corpora, seeds, strict=True)
+      ]
+    sizes = [sampler.num_examples for sampler in self._samplers]
+    self.num_examples = sum(sizes)
+    self._ends = np.cumsum(sizes)
+    self._mixture = None
+    if not heldout:
+      weights = weights or mixture.sampling_weights(sizes, sampling_exponent)
+      self._mixture = mixture.Mixture(weights, settings.seed)
+    _log_choices(settings, self)
+
+  def batch(self, indices: Int[np.ndarray, 'b']) -> Batch:
+    """The examples with the given numbers.
+
+    Args:
+      indices: B numbers, in any order; from 0 without bound, or for held-out data below
+        `num_examples`.
+
+    Returns:
+      input_ids, token_type_ids, attention_mask int32 [B, T]; masked_lm_positions (ascending),
+      masked_lm_ids int32 and masked_lm_weights float32 [B, P]; next_sentence_labels int32 [B];
+      next_sentence_weights float32 [B].
+
+    Raises:
+      IndexError: for a number that does not exist.
+    """
+    rows, corpus = self._locate(indices.astype(np.int64))
+    if len(self._corpora) == 1:
+      parts = sampling.resolve(self._corpora[0], rows, self._rule)
+      return self._assemble(parts, rows['key'], corpus)
+    parts = [np.empty(0)] * len(sampling.Parts._fields)
+    for c in np.unique(corpus).tolist():
+      here = corpus == c
+      some = sampling.resolve(self._corpora[c], rows[here], self._rule)
+      for field, values in enumerate(some):
+        if not parts[field].size:
+          parts[field] = np.empty(len(rows), values.dtype)
+        parts[field][here] = values
+    return self._assemble(sampling.Parts(*parts), rows['key'], corpus)
+
+  def _locate(self, index):
+    """Rows of sampling.EXAMPLE, and the corpus of each."""
+    if index.size and (index.min() < 0 or not self._mixture and index.max() >= self.num_examples):
+      raise IndexError(f'examples {index.min()} to {index.max()} of {self.num_examples}')
+    if self._mixture:
+      corpus, number = self._mixture.locate(index)
+    else:
+      corpus = np.searchsorted(self._ends, index, 'right')
+      number = index - np.concatenate([[0], self._ends])[corpus]
+    rows = np.empty(len(index), sampling.EXAMPLE)
+    for c in np.unique(corpus).tolist():
+      here = corpus == c
+      rows[here] = self._samplers[c].examples(number[here])
+    return rows, corpus
+
+  def _assemble(self, parts, keys, corpus):
+    """Gathers tokens, adds [CLS] and [SEP], masks."""
+    settings, tokenizer = self.settings, self._tokenizer
+    b, t = len(keys), settings.seq_length
+    input_ids = np.full((b, t), tokenizer.pad_id, np.int32)
+    word_starts = np.zeros((b, t), bool) if settings.whole_word_masking else None
+    self._gather(parts, corpus, input_ids, word_starts)
+    len_a, len_b = parts.len_a.astype(np.int32), parts.len_b.astype(np.int32)
+    two = len_b > 0
+    length = len_a + len_b + 2 + two
+    row, column = np.arange(b), np.arange(t, dtype=np.int32)
+    real = column < length[:, None]
+    candidates = real.copy()
+    input_ids[:, 0], candidates[:, 0] = tokenizer.cls_id, False
+    for end in (len_a + 1, length - 1):
+      input_ids[row, end], candidates[row, end] = tokenizer.sep_id, False
+    in_b = real & (column > (len_a + 1)[:, None])
+    positions, ids, weights = masking.mask_tokens(
+        input_ids, candidates, length, hashing.bits(keys, _MASK), self._masking, word_starts
+    )
+    return {
+        'input_ids': input_ids,
+        'token_type_ids': in_b.astype(np.int32),
+        'attention_mask': real.astype(np.int32),
+        'masked_lm_positions': positions,
+        'masked_lm_ids': ids,
+        'masked_lm_weights': weights,
+        'next_sentence_labels': parts.label.astype(np.int32),
+        'next_sentence_weights': parts.labelled.astype(np.float32),
+    }
+
+  def _gather(self, parts, corpus, input_ids, word_starts):
+    """Copies each part's tokens into its row; a slice at a time is the fastest in numpy."""
+    t = input_ids.shape[1]
+    flat = input_ids.ravel()
+    fields = zip(
+        corpus.tolist(), parts.shard_a.tolist(), parts.begin_a.tolist(), parts.len_a.tolist(),
+        parts.shard_b.tolist(), parts.begin_b.tolist(), parts.len_b.tolist(), strict=True,
+    )
+    for row, (c, shard_a, begin_a, len_a, shard_b, begin_b, len_b) in enumerate(fields):
+      tokens = self._corpora[c].tokens
+      at = row * t + 1
+      flat[at : at + len_a] = tokens[shard_a][begin_a : begin_a + len_a]
+      at += len_a + 1
+      flat[at : at + len_b] = tokens[shard_b][begin_b : begin_b + len_b]
+      if word_starts is not None and self._with_borders[c]:
+        shards = self._corpora[c].shards
+        word_starts[row, 1 : 1 + len_a] = shards[shard_a].word_starts(
+            np.arange(begin_a, begin_a + len_a)
+        )
+        word_starts[row, 2 + len_a : 2 + len_a + len_b] = shards[shard_b].word_starts(
+            np.arange(begin_b, begin_b + len_b)
+        )
+    if word_starts is not None and not all(self._with_borders):
+      rows = ~np.asarray(self._with_borders)[corpus]
+      word_starts[rows] = ~self._continuation[input_ids[rows]]
+
+
+def _masking_rule(tokenizer: Any, settings: PretrainSettings) -> masking.MaskingRule:
+  words = np.arange(tokenizer.vocab_size, dtype=np.int32)
+  if settings.random_words == 'ordinary':
+    words = np.asarray(tokenizer.ordinary_ids, np.int32)
+  return masking.MaskingRule(
+      mask_id=tokenizer.mask_id, random_words=words, max_predictions=settings.num_predictions,
+      masked_lm_prob=settings.masked_lm_prob, whole_words=settings.whole_word_masking,
+  )
+
+
+def _shares(sizes: Sequence[int], total: int | None) -> list[int | None]:
+  """Divides a number of examples among corpora by size, at least one each."""
+  if total is None:
+    return [None] * len(sizes)
+  return [max(1, round(total * size / sum(sizes))) for size in sizes]
+
+
+def _log_choices(settings: PretrainSettings, stream: ExampleStream) -> None:
+  """Says once what was chosen, and what a user might not expect."""
+  logging.info(
+      'next_sentence=%s: %d examples of length %d per epoch, at most %d masked tokens each',
+      settings.next_sentence, stream.num_examples, settings.seq_length, settings.num_predictions,
+  )
+  if settings.whole_word_masking and not all(stream._with_borders):
+    logging.info(
+        'whole-word masking with no word borders in the data: words are what the vocabulary\'s '
+        'continuation pieces make; without such pieces each token, as each ideograph, is a word'
+    )
+  wanted = settings.seq_length * settings.masked_lm_prob
+  if settings.num_predictions < int(wanted):
+    logging.warning(
+        'max_predictions_per_seq=%d is less than masked_lm_prob * seq_length = %.1f: full examples '
+        'have %.1f%% of their tokens predicted; max_predictions_per_seq=0 derives it from the '
+        'length', settings.num_predictions, wanted,
+        100 * settings.num_predictions / settings.seq_length,
+    )
+
+
+# --- Batches ---------------------------------------------------------------------------------
+
+
+def batch_shapes(
+    settings: PretrainSettings, batch_size: int
+) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
+  """Shape and type of each field of a batch of `batch_size` examples."""
+  b, t, p = batch_size, settings.seq_length, settings.num_predictions
+  return {
+      'input_ids': ((b, t), np.int32),
+      'token_type_ids': ((b, t), np.int32),
+      'attention_mask': ((b, t), np.int32),
+      'masked_lm_positions': ((b, p), np.int32),
+      'masked_lm_ids': ((b, p), np.int32),
+      'masked_lm_weights': ((b, p), np.float32),
+      'next_sentence_labels': ((b,), np.int32),
+      'next_sentence_weights': ((b,), np.float32),
+  }
+
+
+def batches(
+    stream: ExampleStream,
+    batch_size: int,
+    first_step: int,
+    num_steps: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[Batch]:
+  """Batches of steps first_step, first_step + 1, ... through tf.data, as numpy arrays.
+
+  Step s holds examples s * batch_size to (s + 1) * batch_size - 1 of the stream; this process gets
+  its contiguous share of them.
+
+  Args:
+    stream: where the examples come from.
+    batch_size: of the whole run, B.
+    first_step: counted from 0; a run that resumes passes the number of steps done.
+    num_steps: how many batches there are.
+    process_index: which share is wanted.
+    process_count: how many shares there are.
+
+  Raises:
+    ValueError: if the batch cannot be divided among the processes.
+  """
+  if batch_size % process_count:
+    raise ValueError(
+        f'batch_size {batch_size} is not divisible by the {process_count} processes; try '
+        f'{-(-batch_size // process_count) * process_count}'
+    )
+  size = batch_size // process_count
+  offset = np.arange(size) + process_index * size
+
+  def make(step: np.ndarray) -> Batch:
+    return stream.batch(int(step) * batch_size + offset)
+
+  return _through_tf_data(make, first_step, first_step + num_steps, stream.settings, size)
+
+
+def heldout_batches(
+    stream: ExampleStream,
+    batch_size: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[Batch]:
+  """All examples of a held-out stream once; the last batch is filled up with rows of weight 0.
+
+  Every process gets the same number of batches. Filler rows are padding only, with all weights 0.
+
+  Raises:
+    ValueError: if the batch cannot be divided among the processes.
+  """
+  if batch_size % process_count:
+    raise ValueError(f'batch_size {batch_size} is not divisible by {process_count} processes')
+  size = batch_size // process_count
+  for begin in range(process_index * size, _rounded(stream.num_examples, batch_size), batch_size):
+    count = int(np.clip(stream.num_examples - begin, 0, size))
+    real = stream.batch(np.arange(begin, begin + count))
+    yield {name: _fill_up(name, rows, size, stream) for name, rows in real.items()}
+
+
+def _rounded(n: int, multiple: int) -> int:
+  return -(-n // multiple) * multiple
+
+
+def _fill_up(
+    name: str, rows: Shaped[np.ndarray, 'n ...'], size: int, stream: ExampleStream
+) -> Shaped[np.ndarray, 'b ...']:
+  filler = stream._tokenizer.pad_id if name == 'input_ids' else 0
+  out = np.full((size, *rows.shape[1:]), filler, rows.dtype)
+  out[: len(rows)] = rows
+  return out
+
+
+def _through_tf_data(make, begin, end, settings, batch_size):
+  """Calls `make(step)` for each step in a tf.data pipeline that runs ahead of its reader."""
+  import tensorflow as tf  # here, since it takes seconds to load
+
+  for kind in ('GPU', 'TPU'):
+    if tf.config.list_physical_devices(kind):
+      tf.config.set_visible_devices([], kind)  # they belong to JAX
+  shapes = batch_shapes(settings, batch_size)
+
+  def to_tensors(step):
+    types = [dtype for _, dtype in shapes.values()]
+    arrays = tf.numpy_function(lambda s: list(make(s).values()), [step], types, stateful=False)
+    for array, (shape, _) in zip(arrays, shapes.values(), strict=True):
+      array.set_shape(shape)
+    return dict(zip(shapes, arrays, strict=True))
+
+  options = tf.data.Options()
+  options.deterministic = True
+  options.autotune.enabled = False
+  options.threading.private_threadpool_size = 2
+  options.threading.max_intra_op_parallelism = 1
+  steps = tf.data.Dataset.range(begin, end).map(to_tensors).prefetch(_PREFETCH)
+  return _Reader(steps.with_options(options).as_numpy_iterator())
+
+
+class _Reader:
+  """An iterator that ends its pipeline before the interpreter does.
+
+  The pipeline's thread calls Python. If it were still at work while the interpreter shuts down, it
+  would wait for Python and TensorFlow's shutdown for it, forever.
+  """
+
+  def __init__(self, iterator: Iterator[Batch]):
+    self._held = [iterator]
+    weakref.finalize(self, self._held.clear)  # called at exit as well
+
+  def __iter__(self) -> Iterator[Batch]:
+    return self
+
+  def __next__(self) -> Batch:
+    return next(self._held[0])

@@ -1,0 +1,262 @@
+"""Tokenizers: load, train, and the command line.
+
+    python -m bertjax.data.tokenizer train --input 'text/*.txt' --vocab_size 30522 --output tok/
+    python -m bertjax.data.tokenizer encode --tokenizer tok/ < lines.txt
+"""
+
+import argparse
+import json
+import logging as std_logging
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from absl import logging
+from etils import epath
+
+from bertjax.data.encoding import Encoding, Tokenizer, TokenizerError
+from bertjax.data.text_rules import AlbertRules, TextRules
+
+__all__ = ['Encoding', 'Tokenizer', 'TokenizerError', 'load', 'main', 'train']
+
+CONFIG = 'tokenizer_config.json'
+_VOCABULARIES = ('vocab.txt', 'spiece.model')
+# Our names of the switches -> those in tokenizer_config.json, which are Transformers'.
+_CONFIG_NAMES = {
+  'lowercase': 'do_lower_case',
+  'strip_accents': 'strip_accents',
+  'split_cjk': 'tokenize_chinese_chars',
+  'clean_text': 'clean_text',
+  'max_chars_per_word': 'max_input_chars_per_word',
+}
+
+
+def load(path: epath.PathLike, **switches: bool | int | None) -> Tokenizer:
+  """Loads a tokenizer.
+
+  Args:
+    path: a folder (saved by `save`, or of a Transformers model) with vocab.txt or spiece.model and
+      tokenizer_config.json; or such a vocabulary file, whose folder's config counts if it has one.
+    **switches: lowercase, strip_accents, split_cjk, clean_text, max_chars_per_word. Only needed
+      where nothing is stored; None means not given. What is neither stored nor given is Google's
+      default: lower case; accents stripped where lower-casing (BERT) or always (ALBERT).
+
+  Raises:
+    TokenizerError: nothing to load, a broken vocabulary, a switch that contradicts the stored one,
+      or lower-casing by default with a vocabulary that has capitals.
+  """
+  path = epath.Path(path)
+  vocabulary = _find_vocabulary(path)
+  stored = _read_config(vocabulary.parent / CONFIG)
+  given = {name: value for name, value in switches.items() if value is not None}
+  unknown = given.keys() - _CONFIG_NAMES.keys()
+  if unknown:
+    raise TypeError(f'no switch {", ".join(unknown)}; there are {", ".join(_CONFIG_NAMES)}')
+  for name, value in given.items():
+    if name in stored and stored[name] != value:
+      raise TokenizerError(
+        f'{vocabulary.parent / CONFIG} says {name}={stored[name]}, but {name}={value} is asked for;'
+        ' leave the switch out, or give a vocabulary without this file'
+      )
+  return _make(vocabulary.read_bytes(), str(vocabulary), stored | given)
+
+
+def _find_vocabulary(path: epath.Path) -> epath.Path:
+  if not path.exists():
+    raise TokenizerError(f'{path}: no such file or folder')
+  if not path.is_dir():
+    return path
+  found = [path / name for name in _VOCABULARIES if (path / name).exists()]
+  if len(found) != 1:
+    wanted = ' or '.join(_VOCABULARIES)
+    raise TokenizerError(
+      f'{path}: has {"both" if found else "neither"} {wanted}; name the one to use by its full path'
+    )
+  return found[0]
+
+
+def _read_config(file: epath.Path) -> dict[str, Any]:
+  """The stored switches under our names; those that are null or absent are left out."""
+  if not file.exists():
+    return {}
+  try:
+    config = json.loads(file.read_text(encoding='utf-8'))
+  except ValueError as error:
+    raise TokenizerError(f'{file}: not JSON: {error}') from error
+  stored = {
+    name: config[key] for name, key in _CONFIG_NAMES.items() if config.get(key) is not None
+  }
+  if config.get('keep_accents') is not None:
+    stored.setdefault('strip_accents', not config['keep_accents'])
+  return stored
+
+
+def _make(content: bytes, name: str, switches: dict[str, Any]) -> Tokenizer:
+  if name.endswith('.model'):
+    # Imported here because only one of the two is needed, and sentencepiece takes its time.
+    from bertjax.data.sentencepiece_model import SentencePieceTokenizer
+
+    tokenizer: Tokenizer = SentencePieceTokenizer(content, _albert_rules(switches), name)
+  else:
+    from bertjax.data.wordpiece import WordPieceTokenizer
+
+    tokenizer = WordPieceTokenizer(content, _text_rules(switches), name)
+  if 'lowercase' not in switches:
+    _check_case(tokenizer, name)
+    logging.info('%s: no stored switches; taken: %s', name, tokenizer.switches)
+  return tokenizer
+
+
+def _text_rules(switches: dict[str, Any]) -> TextRules:
+  """Google's BERT strips accents exactly where it lower-cases."""
+  lowercase = switches.get('lowercase', True)
+  return TextRules(**{'strip_accents': lowercase, **switches})
+
+
+def _albert_rules(switches: dict[str, Any]) -> AlbertRules:
+  """Google's ALBERT strips accents also from cased text."""
+  return AlbertRules(switches.get('lowercase', True), switches.get('strip_accents', True))
+
+
+def _check_case(tokenizer: Tokenizer, name: str) -> None:
+  """A cased vocabulary with lower-cased text gives mostly unknown tokens and no error (B023)."""
+  pieces = map(tokenizer.token, tokenizer.ordinary_ids)
+  capital = next(
+    (
+      piece
+      for piece in pieces
+      # Entries such as <S> are no words: text never gives them, in whatever case.
+      if piece != piece.lower() and piece.removeprefix('##').removeprefix('▁').isalnum()
+    ),
+    None,
+  )
+  if capital is not None:
+    raise TokenizerError(
+      f'{name}: has capitals ({capital!r}), but nothing says whether text is to be lower-cased;'
+      f' pass lowercase=False (--no_lowercase) or lowercase=True (--lowercase), or put a {CONFIG}'
+      ' beside it'
+    )
+
+
+def train(
+  texts: Iterable[str],
+  type: str = 'wordpiece',
+  vocab_size: int = 30522,
+  **switches: bool | int | None,
+) -> Tokenizer:
+  """Trains a tokenizer; the same texts give the same one.
+
+  Args:
+    texts: lines or sentences of plain text.
+    type: 'wordpiece' or 'sentencepiece' (unigram).
+    vocab_size: entries, special tokens included; fewer where the text has no more.
+    **switches: as in `load`.
+
+  Raises:
+    TokenizerError: no text, an unknown type, or a vocab_size the text cannot fill.
+  """
+  given = {name: value for name, value in switches.items() if value is not None}
+  if type == 'wordpiece':
+    from bertjax.data.wordpiece import train_wordpiece
+
+    return train_wordpiece(texts, vocab_size, _text_rules(given))
+  if type == 'sentencepiece':
+    from bertjax.data.sentencepiece_model import train_sentencepiece
+
+    return train_sentencepiece(texts, vocab_size, _albert_rules(given))
+  raise TokenizerError(f'type {type!r} is neither wordpiece nor sentencepiece')
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(prog='python -m bertjax.data.tokenizer', description=__doc__,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+  commands = parser.add_subparsers(dest='command', required=True)
+  switches = argparse.ArgumentParser(add_help=False)
+  case = switches.add_mutually_exclusive_group()
+  case.add_argument('--lowercase', action='store_true', default=None,
+                    help="lower-case the text (the default, as in Google's uncased models)")
+  case.add_argument('--no_lowercase', dest='lowercase', action='store_false')
+  accents = switches.add_mutually_exclusive_group()
+  accents.add_argument('--strip_accents', action='store_true', default=None,
+                       help='drop accents (the default for WordPiece where it lower-cases, and for'
+                       ' SentencePiece)')
+  accents.add_argument('--keep_accents', dest='strip_accents', action='store_false')
+  switches.add_argument('--max_chars_per_word', type=int,
+                        help='WordPiece: longer words are unknown (default 200)')
+
+  trainer = commands.add_parser('train', parents=[switches], help='learn a vocabulary from text')
+  trainer.add_argument('--input', nargs='+', required=True,
+                       help='files, patterns, folders, builtin:docs or tfds:NAME')
+  trainer.add_argument('--type', choices=('wordpiece', 'sentencepiece'), default='wordpiece')
+  trainer.add_argument('--vocab_size', type=int, default=30522)
+  trainer.add_argument('--output', required=True, help='folder to write')
+  trainer.add_argument('--format', default='auto', help='auto, sentences, prose or jsonl')
+  trainer.add_argument('--language', default='en', help='for splitting prose into sentences')
+  trainer.add_argument('--text_field', default='text', help='key of the text in JSON lines')
+  trainer.add_argument('--encoding_errors', default='strict', help='strict, replace or ignore')
+
+  encoder = commands.add_parser('encode', parents=[switches],
+                                help='print a line of JSON for each line of standard input')
+  encoder.add_argument('--tokenizer', required=True,
+                       help='saved folder, vocab.txt or spiece.model')
+  encoder.add_argument('--special_text', '--mask_token', action='store_true',
+                       help='take a literal [MASK], [SEP], ... for the special token')
+  return parser
+
+
+def _switches(args: argparse.Namespace) -> dict[str, bool | int | None]:
+  return {
+    'lowercase': args.lowercase,
+    'strip_accents': args.strip_accents,
+    'max_chars_per_word': args.max_chars_per_word,
+  }
+
+
+def _train_command(args: argparse.Namespace) -> None:
+  from bertjax.data import corpus
+
+  texts = corpus.iter_text(
+    args.input, args.format, args.language, args.text_field, args.encoding_errors
+  )
+  tokenizer = train(texts, args.type, args.vocab_size, **_switches(args))
+  tokenizer.save(args.output)
+  print(f'{args.output}: {args.type}, {tokenizer.vocab_size} entries, {tokenizer.switches},'
+        f' hash {tokenizer.hash()[:16]}')
+
+
+def _encode_command(args: argparse.Namespace) -> None:
+  tokenizer = load(args.tokenizer, **_switches(args))
+  # Bytes, so that neither the locale nor str.splitlines has a say in what a line is.
+  for number, line in enumerate(sys.stdin.buffer, 1):
+    try:
+      text = line.removesuffix(b'\n').removesuffix(b'\r').decode()
+    except UnicodeDecodeError as error:
+      raise TokenizerError(
+        f'standard input, line {number}: not UTF-8 at byte {error.start} of the line'
+      ) from error
+    encoding = tokenizer.encode(text, special_text=args.special_text)
+    row = json.dumps(encoding._asdict(), ensure_ascii=False) + '\n'
+    sys.stdout.buffer.write(row.encode('utf-8', 'backslashreplace'))
+  sys.stdout.buffer.flush()
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """The command line; 0 when all went well, 2 with one message for bad usage or input."""
+  args = _parser().parse_args(arguments)
+  # absl's own handler complains that its flags were not parsed; this command has none.
+  std_logging.basicConfig(format='%(message)s')
+  logging.set_verbosity(logging.INFO)
+  try:
+    {'train': _train_command, 'encode': _encode_command}[args.command](args)
+  except BrokenPipeError:
+    # The reader went away (`| head`); what is still buffered has no one to go to.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+  except (ValueError, OSError) as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

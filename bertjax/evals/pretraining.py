@@ -1,0 +1,45 @@
+"""Masked-LM and next-sentence quality on held-out documents, with masks fixed once."""
+
+from collections.abc import Callable, Iterable
+
+import jax
+import numpy as np
+from flax import nnx
+
+from bertjax import step as step_lib
+from bertjax.data import loader
+from bertjax.objectives import Objective
+from bertjax.state import Params
+
+
+class Evaluator:
+  """Runs a model over the same held-out batches each time.
+
+  The batches are kept in memory: they are few, and making them again would cost more than reading
+  them.
+  """
+
+  def __init__(
+      self, graphdef: nnx.GraphDef, objective: Objective, batches: Iterable[dict[str, np.ndarray]],
+      mesh: jax.sharding.Mesh,
+  ):
+    self._step = step_lib.jit_eval_step(graphdef, objective)
+    self._batches, self._mesh = list(batches), mesh
+
+  def run(
+      self, params: Params, stopped: Callable[[], bool] = lambda: False
+  ) -> dict[str, float] | None:
+    """Sums over all examples, each counted once (see metrics.means); None if `stopped` in between.
+
+    Args:
+      params: of the model.
+      stopped: asked between batches.
+    """
+    totals: dict[str, float] = {}
+    for batch in self._batches:
+      if stopped():
+        return None
+      sums = jax.device_get(self._step(params, loader.to_devices(batch, self._mesh)))
+      for name, value in sums.items():  # added up in float64 on the host
+        totals[name] = totals.get(name, 0.0) + float(value)
+    return totals

@@ -1,0 +1,52 @@
+"""Pre-trains BERT: `python -m bertjax.main --config=configs/quickstart.py
+--workdir=runs/quickstart`.
+
+Running the same command on the same workdir resumes. Exit codes: 0 training is complete; 143
+stopped by a signal after a save, restart me; 1 an error, in words; 2 a configuration that cannot be
+run.
+"""
+
+import logging as python_logging
+import os
+import sys
+from collections.abc import Sequence
+
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # before anything loads TensorFlow
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file('config', None, 'configs/NAME.py')
+_WORKDIR = flags.DEFINE_string('workdir', None, 'folder of checkpoints and logs, local or gs://')
+_COORDINATOR = flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0')
+_PROCESSES = flags.DEFINE_integer('num_processes', None, 'how many processes train together')
+_PROCESS = flags.DEFINE_integer('process_id', None, 'which of them this is')
+
+
+def main(argv: Sequence[str]) -> int:
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}')
+  logging.set_verbosity(logging.INFO)
+  logging.get_absl_handler().setFormatter(
+      python_logging.Formatter('%(asctime)s %(levelname).1s %(message)s', '%H:%M:%S'))
+  import jax  # after the flags: a wrong one is answered at once
+
+  from bertjax import train
+
+  if _PROCESSES.value:
+    jax.distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+  try:
+    return train.train(_CONFIG.value, _WORKDIR.value)
+  except train.EXPECTED_ERRORS as error:  # known by name and said in words: no trace
+    logging.error('%s', error)
+    return 2 if isinstance(error, ValueError) else 1
+
+
+def run() -> None:
+  """The entry point."""
+  flags.mark_flags_as_required(['config', 'workdir'])
+  app.run(lambda argv: sys.exit(main(argv)))
+
+
+if __name__ == '__main__':
+  run()

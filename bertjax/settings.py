@@ -1,0 +1,343 @@
+"""The door of the configuration: a ConfigDict comes in, frozen dataclasses go on.
+
+Nothing below `train.py`, `evaluate.py` and the tools sees a ConfigDict. A key that no dataclass
+knows is an error that names the nearest one that exists.
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+from bertjax.data.pretrain import PretrainSettings
+from bertjax.model import BertConfig
+from bertjax.optim import OptimizerSettings
+from bertjax.sharding import MeshSettings
+
+
+class ConfigError(ValueError):
+  """A configuration that cannot be run; the message says the mend."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings:
+  """What the model reads.
+
+  Attributes:
+    path: folder of shards from `bertjax.data.build`; several, with commas, are one mixture.
+    weights: share of each folder in a mixture; none means by `sampling_exponent`.
+    sampling_exponent: a folder of n tokens is drawn in proportion to n ** sampling_exponent.
+    input: where `path` is empty: raw text (as `bertjax.data.build --input`) from which a tokenizer
+    is
+      trained and shards are built in the workdir. `builtin:docs` is the embedded default corpus.
+    format: of `input`, as `bertjax.data.build --format`.
+    language: of `input`, for splitting prose into sentences.
+    tokenizer_type: 'wordpiece' or 'sentencepiece', where a tokenizer is trained.
+    vocab_size: of that tokenizer.
+    heldout: share of documents that are held out.
+    num_workers: processes that build the shards.
+    next_sentence: 'nsp', 'sop' (sentence order) or 'none'.
+    masked_lm_prob: share of tokens that are predicted.
+    short_seq_prob: share of documents cut into short examples.
+    whole_word_masking: all pieces of a word are selected, or none.
+    random_words: random replacements come from 'ordinary' entries or the whole 'vocabulary'.
+  """
+
+  path: str = ''
+  weights: tuple[float, ...] = ()
+  sampling_exponent: float = 1.0
+  input: str = ''
+  format: str = 'auto'
+  language: str = 'en'
+  tokenizer_type: str = 'wordpiece'
+  vocab_size: int = 30522
+  heldout: float = 0.01
+  num_workers: int = 1
+  next_sentence: str = 'nsp'
+  masked_lm_prob: float = 0.15
+  short_seq_prob: float = 0.1
+  whole_word_masking: bool = False
+  random_words: str = 'ordinary'
+
+  def __post_init__(self):
+    if not self.path and not self.input:
+      raise ConfigError('no data: give --config.data.path=SHARDS (see bertjax.data.build) or '
+                        '--config.data.input=TEXT')
+
+  @property
+  def paths(self) -> tuple[str, ...]:
+    return tuple(path for path in self.path.split(',') if path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+  """A stretch of training at one length and batch size.
+
+  Attributes:
+    seq_length: tokens in a row.
+    batch_size: rows in a global batch.
+    num_steps: steps of this phase.
+    accumulate: parts into which each batch is cut to save memory.
+    max_predictions_per_seq: slots for predictions; 0 follows from length and masked_lm_prob.
+    learning_rate: 0 goes on with the schedule of the phase before; otherwise a new schedule with
+    this
+      peak begins here and runs to the next phase that begins one.
+    warmup_steps: of the schedule that begins here.
+    restart_moments: forget Adam's moments where the phase begins.
+  """
+
+  seq_length: int
+  batch_size: int
+  num_steps: int
+  accumulate: int = 1
+  max_predictions_per_seq: int = 0
+  learning_rate: float = 0.0
+  warmup_steps: int = 0
+  restart_moments: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSettings:
+  """When to save and what to keep, in steps; keep_every 0 keeps no old ones for good."""
+
+  every: int = 1000
+  keep_last: int = 3
+  keep_every: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldoutSettings:
+  """Evaluation on the held-out split; every 0 evaluates at the end only."""
+
+  every: int = 1000
+  max_examples: int = 4096
+  batch_size: int = 0  # 0: that of the phase
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """All of a pre-training run. `model` lacks vocab_size until the tokenizer is known."""
+
+  model: Mapping[str, Any]
+  data: DataSettings
+  phases: tuple[Phase, ...]
+  optimizer: Mapping[str, Any]
+  mesh: MeshSettings = MeshSettings()
+  checkpoint: CheckpointSettings = CheckpointSettings()
+  heldout: HeldoutSettings = HeldoutSettings()
+  seed: int = 0
+  init_from: str = ''
+  log_every: int = 100
+
+  @property
+  def num_steps(self) -> int:
+    return sum(phase.num_steps for phase in self.phases)
+
+  def starts(self) -> tuple[int, ...]:
+    """The step at which each phase begins."""
+    starts = [0]
+    for phase in self.phases[:-1]:
+      starts.append(starts[-1] + phase.num_steps)
+    return tuple(starts)
+
+  def phase_at(self, step: int) -> int:
+    """The phase that takes `step`; the last one at the very end."""
+    return max(i for i, start in enumerate(self.starts()) if start <= step)
+
+  def bert_config(self, vocab_size: int) -> BertConfig:
+    """The model's sizes, with the tokenizer's vocabulary.
+
+    Raises:
+      ConfigError: sizes that do not fit together or a vocabulary smaller than the tokenizer's.
+    """
+    asked = self.model.get('vocab_size', 0)
+    if asked and asked < vocab_size:
+      raise ConfigError(f'model.vocab_size is {asked}, but the tokenizer has {vocab_size} entries; '
+                        'leave it out to follow the tokenizer')
+    config = _dataclass(BertConfig, {**self.model, 'vocab_size': asked or vocab_size}, 'model')
+    longest = max(phase.seq_length for phase in self.phases)
+    if longest > config.max_position_embeddings:
+      raise ConfigError(f'a phase has seq_length {longest}, but model.max_position_embeddings is '
+                        f'{config.max_position_embeddings}; raise it to {longest}')
+    return config
+
+  def optimizer_of(self, phase: int) -> OptimizerSettings:
+    """The optimizer of a phase, with the length of the schedule that the phase is part of."""
+    first = max(i for i in range(phase + 1) if self.phases[i].learning_rate or i == 0)
+    last = next((i for i in range(first + 1, len(self.phases)) if self.phases[i].learning_rate),
+                len(self.phases))
+    values = dict(self.optimizer) | {'num_steps': sum(p.num_steps for p in self.phases[first:last])}
+    if self.phases[first].learning_rate:
+      values |= {'learning_rate': self.phases[first].learning_rate,
+                 'warmup_steps': self.phases[first].warmup_steps}
+    return _dataclass(OptimizerSettings, values, 'optimizer')
+
+  def pretrain_settings(self, phase: int) -> PretrainSettings:
+    """What shapes the examples of a phase."""
+    data, here = self.data, self.phases[phase]
+    try:
+      return PretrainSettings(
+          seq_length=here.seq_length, max_predictions_per_seq=here.max_predictions_per_seq,
+          masked_lm_prob=data.masked_lm_prob, short_seq_prob=data.short_seq_prob,
+          next_sentence=data.next_sentence, whole_word_masking=data.whole_word_masking,
+          random_words=data.random_words, seed=self.seed + phase)
+    except ValueError as error:
+      raise ConfigError(f'data, phase {phase}: {error}') from error
+
+
+def from_config(config: ml_collections.ConfigDict | Mapping[str, Any]) -> Settings:
+  """Checks a configuration whole, before anything is built.
+
+  Raises:
+    ConfigError: an unknown key, a value of the wrong type or sizes that do not fit, with the mend.
+  """
+  values = _plain(config)
+  sections = {'data': DataSettings, 'mesh': MeshSettings, 'checkpoint': CheckpointSettings,
+              'heldout': HeldoutSettings}
+  for name, cls in sections.items():
+    values[name] = _dataclass(cls, values.get(name, {}), name)
+  phases = values.get('phases', ())
+  if not phases:
+    raise ConfigError('phases is empty: give at least one of seq_length, batch_size, num_steps')
+  values['phases'] = tuple(
+      _dataclass(Phase, phase, f'phases[{i}]') for i, phase in enumerate(phases))
+  settings = _dataclass(Settings, values, '')
+  settings.bert_config(settings.model.get('vocab_size', 0) or 1)
+  for i, phase in enumerate(settings.phases):
+    for name in ('seq_length', 'batch_size', 'num_steps', 'accumulate'):
+      if getattr(phase, name) < 1:
+        raise ConfigError(f'phases[{i}].{name} is {getattr(phase, name)}; it must be at least 1')
+    if phase.batch_size % phase.accumulate:
+      raise ConfigError(f'phases[{i}]: batch_size {phase.batch_size} is not divisible by '
+                        f'accumulate {phase.accumulate}')
+    settings.optimizer_of(i)
+    settings.pretrain_settings(i)
+  return settings
+
+
+def check_batches(settings: Settings, batch_ways: int, num_processes: int) -> None:
+  """Refuses batches that the mesh cannot divide.
+
+  Args:
+    settings: the run.
+    batch_ways: over how many devices the batch axis is split (data * fsdp).
+    num_processes: hosts.
+
+  Raises:
+    ConfigError: naming the phase and the nearest batch size that fits.
+  """
+  for i, phase in enumerate(settings.phases):
+    ways = batch_ways * phase.accumulate
+    ways = ways if ways % num_processes == 0 else ways * num_processes
+    if phase.batch_size % ways:
+      near = max(ways, round(phase.batch_size / ways) * ways)
+      raise ConfigError(
+          f'phases[{i}].batch_size {phase.batch_size} is not divisible by data * fsdp * '
+          f'accumulate = {ways}; try {near}')
+
+
+# What a workdir may be resumed with although it was started with something else: none of it changes
+# which weights come out (up to the rounding of another mesh), or it lies in the future.
+MAY_CHANGE = ('mesh', 'checkpoint', 'heldout', 'log_every', 'model.remat', 'model.scan_unroll',
+              'data.num_workers', 'data.path', 'phases[].accumulate')
+
+
+def differences(stored: Mapping[str, Any], current: Mapping[str, Any], step: int) -> list[str]:
+  """Where a stored configuration and the current one differ in what matters, a line each.
+
+  `data.path` may change because the content hash of the data is compared instead. Phases that have
+  not begun at `step` may change if the schedule of those that have stays the same.
+  """
+  old, new = (_comparable(_checked(values), step) for values in (stored, current))
+  return [f'{key}: stored {old.get(key, "absent")}, now {new.get(key, "absent")}'
+          for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+
+
+def to_json(config: ml_collections.ConfigDict | Mapping[str, Any]) -> dict[str, Any]:
+  """The resolved configuration, every default written out, as JSON holds it."""
+  settings = _checked(config)
+  values = dataclasses.asdict(settings)
+  phase_model = dataclasses.asdict(settings.bert_config(settings.model.get('vocab_size', 0) or 1))
+  if not settings.model.get('vocab_size', 0):
+    phase_model['vocab_size'] = 0
+  values['model'] = phase_model
+  optimizer = dataclasses.asdict(settings.optimizer_of(0))
+  values['optimizer'] = {k: v for k, v in optimizer.items() if k != 'num_steps'}
+  return json.loads(json.dumps(values))
+
+
+def _checked(config) -> Settings:
+  return config if isinstance(config, Settings) else from_config(config)
+
+
+def _comparable(settings: Settings, step: int) -> dict[str, Any]:
+  values = to_json(settings)
+  begun = [i for i, start in enumerate(settings.starts()) if start < max(step, 1)]
+  phases = values.pop('phases')
+  optimizer = values.pop('optimizer')
+  flat = dict(_flatten(values))
+  flat |= {f'optimizer.{k}': v for k, v in optimizer.items()
+           if k not in ('learning_rate', 'warmup_steps')}
+  for i in begun:
+    flat |= {f'phases[{i}].{k}': v for k, v in phases[i].items() if k != 'accumulate'}
+    resolved = settings.optimizer_of(i)
+    for name in ('learning_rate', 'warmup_steps', 'num_steps'):
+      flat[f'phases[{i}] schedule {name}'] = getattr(resolved, name)
+  return {key: value for key, value in flat.items()
+          if not any(key == free or key.startswith(free + '.') for free in MAY_CHANGE)}
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = ''):
+  for key, value in values.items():
+    if isinstance(value, Mapping):
+      yield from _flatten(value, f'{prefix}{key}.')
+    else:
+      yield prefix + key, value
+
+
+def _plain(config) -> dict[str, Any]:
+  """ConfigDicts all the way down to plain dicts."""
+  def plain(value):
+    if isinstance(value, ml_collections.ConfigDict | Mapping):
+      return {key: plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+      return tuple(plain(child) for child in value)
+    return value
+
+  return plain(config)
+
+
+def _dataclass(cls, values: Mapping[str, Any], section: str):
+  """`cls(**values)` with errors that name the key as the user writes it."""
+  prefix = f'{section}.' if section else ''
+  fields = {field.name: field for field in dataclasses.fields(cls)}
+  for key, value in values.items():
+    if key not in fields:
+      near = difflib.get_close_matches(key, fields, 1)
+      known = f'did you mean {prefix}{near[0]}?' if near else f'known: {", ".join(sorted(fields))}'
+      raise ConfigError(f'unknown key {prefix}{key}; {known}')
+    wanted = fields[key].type
+    if wanted in (int, float, bool, str) and not _fits(value, wanted):
+      raise ConfigError(f'{prefix}{key} is {value!r}, of type {type(value).__name__}; '
+                        f'{wanted.__name__} is needed')
+  missing = [name for name, field in fields.items() if name not in values
+             and field.default is dataclasses.MISSING
+             and field.default_factory is dataclasses.MISSING]
+  if missing:
+    raise ConfigError(f'missing: {", ".join(prefix + name for name in missing)}')
+  try:
+    return cls(**values)
+  except ConfigError:
+    raise
+  except (TypeError, ValueError) as error:
+    message = str(error)
+    raise ConfigError(message if message.startswith(prefix) else f'{prefix}{message}') from error
+
+
+def _fits(value, wanted) -> bool:
+  if wanted is float:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+  return type(value) is wanted
