@@ -251,14 +251,13 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any], step: int
   `data.path` may change because the content hash of the data is compared instead. Phases that have
   not begun at `step` may change if the schedule of those that have stays the same.
   """
-  old, new = (_comparable(_checked(values), step) for values in (stored, current))
+  old, new = (_comparable(from_config(values), step) for values in (stored, current))
   return [f'{key}: stored {old.get(key, "absent")}, now {new.get(key, "absent")}'
           for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
 
 
-def to_json(config: ml_collections.ConfigDict | Mapping[str, Any]) -> dict[str, Any]:
+def to_json(settings: Settings) -> dict[str, Any]:
   """The resolved configuration, every default written out, as JSON holds it."""
-  settings = _checked(config)
   values = dataclasses.asdict(settings)
   phase_model = dataclasses.asdict(settings.bert_config(settings.model.get('vocab_size', 0) or 1))
   if not settings.model.get('vocab_size', 0):
@@ -267,10 +266,6 @@ def to_json(config: ml_collections.ConfigDict | Mapping[str, Any]) -> dict[str, 
   optimizer = dataclasses.asdict(settings.optimizer_of(0))
   values['optimizer'] = {k: v for k, v in optimizer.items() if k != 'num_steps'}
   return json.loads(json.dumps(values))
-
-
-def _checked(config) -> Settings:
-  return config if isinstance(config, Settings) else from_config(config)
 
 
 def _comparable(settings: Settings, step: int) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from bertjax import checkpoint, model, objectives, optim, state
 from bertjax import settings as settings_lib
 from bertjax.alarms import Alarms
-from bertjax.data import prepare, pretrain
+from bertjax.data import prepare, pretrain, shards
+from bertjax.data.encoding import Tokenizer
 from bertjax.data.sampling import SamplingError
 from bertjax.evals.pretraining import Evaluator
 from bertjax.settings import ConfigError, Settings
@@ -48,25 +49,39 @@ def stream(setup: Setup, phase: int) -> pretrain.ExampleStream:
 
 
 def evaluator(setup: Setup) -> Evaluator | None:
-  """Over the held-out split, in examples of the first phase; masks do not depend on the run's
-  seed."""
+  """Over the held-out split, in examples of the first phase; None if nothing is held out."""
   settings, corpora = setup.settings, setup.corpora
   if not corpora.heldout:
     logging.warning('No held-out documents: nothing will be evaluated')
     return None
+  return evaluator_on(
+      corpora.heldout, corpora.tokenizer, settings, setup.graphdef, objectives.PRETRAINING,
+      setup.mesh, batch_size=settings.heldout.batch_size or settings.phases[0].batch_size,
+      max_examples=settings.heldout.max_examples)
+
+
+def evaluator_on(
+    splits: tuple[shards.Split, ...], tokenizer: Tokenizer, settings: Settings,
+    graphdef: nnx.GraphDef, objective: objectives.Objective, mesh: Mesh, *, batch_size: int,
+    max_examples: int | None, seq_length: int | None = None,
+) -> Evaluator:
+  """An evaluator whose masks depend on neither seed nor step of a run."""
   examples = dataclasses.replace(settings.pretrain_settings(0), seed=0)
-  limit = settings.heldout.max_examples
+  if seq_length:
+    examples = dataclasses.replace(examples, seq_length=seq_length, max_predictions_per_seq=0)
   try:
     stream = pretrain.ExampleStream(
-        corpora.heldout, corpora.tokenizer, examples, heldout=True, max_examples=limit)
+        splits, tokenizer, examples, heldout=True, max_examples=max_examples)
   except SamplingError as error:
     logging.warning('Held-out documents are evaluated without sentence pairs: %s', error)
     examples = dataclasses.replace(examples, next_sentence='none')
     stream = pretrain.ExampleStream(
-        corpora.heldout, corpora.tokenizer, examples, heldout=True, max_examples=limit)
-  rows = settings.heldout.batch_size or settings.phases[0].batch_size
+        splits, tokenizer, examples, heldout=True, max_examples=max_examples)
+  # Filled up to what the devices divide; the fillers weigh nothing.
+  ways = mesh.shape['data'] * mesh.shape['fsdp']
+  rows = -(-batch_size // ways) * ways
   batches = pretrain.heldout_batches(stream, rows, jax.process_index(), jax.process_count())
-  return Evaluator(setup.graphdef, objectives.PRETRAINING, batches, setup.mesh)
+  return Evaluator(graphdef, objective, batches, mesh)
 
 
 def alarms(setup: Setup, phase: int) -> Alarms:

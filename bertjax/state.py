@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
 
 from bertjax import sharding
 
@@ -20,7 +19,7 @@ Params = dict[str, Any]  # a nested dict of float32 arrays
 class TrainState:
   """All that a step reads and writes; the data position and the dropout bits follow from `step`."""
 
-  step: Int[Array, ''] | jax.ShapeDtypeStruct
+  step: Any  # int32 []; in place of arrays a state may hold their shapes or shardings
   params: Params
   opt_state: Any
 

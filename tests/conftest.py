@@ -9,6 +9,8 @@ os.environ['XLA_FLAGS'] = (
     os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
 )
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+# Programs here run once or twice: compiling them well takes longer than running them.
+os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
 
 import pytest
 from jaxtyping import install_import_hook

@@ -19,8 +19,9 @@ from bertjax.data.units import HASH_BYTES, unit_folder
 TRAIN, HELDOUT, DUPLICATE = 1, 2, 3
 # Below this many documents none is held out: the few there are would hardly be a training set.
 MIN_DOCUMENTS_TO_HOLD_OUT = 10
-_BUCKET_DOCUMENTS = 2**18
-_COUNT_TOKENS = 2**20
+_BUCKET_DOCUMENTS = 2**15
+_MAX_BUCKETS_LOG2 = 10
+_COUNT_TOKENS = 2**17
 
 
 def decide_documents(
@@ -60,7 +61,7 @@ def decide_documents(
 
 def _bucket_hashes(folder: pathlib.Path, num_units: int, total: int) -> Iterator[pathlib.Path]:
   """Spreads (hash, hash, document number) records over files by the first bits of the hash."""
-  bits = max(0, (total // _BUCKET_DOCUMENTS).bit_length())
+  bits = min((total // _BUCKET_DOCUMENTS).bit_length(), _MAX_BUCKETS_LOG2)
   paths = [folder / f'bucket-{number:05d}' for number in range(2**bits)]
   for path in paths:
     path.unlink(missing_ok=True)

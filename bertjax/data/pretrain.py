@@ -352,7 +352,7 @@ def batches(
   size = batch_size // process_count
   offset = np.arange(size) + process_index * size
 
-  def make(step: np.ndarray) -> Batch:
+  def make(step: np.int64) -> Batch:
     return stream.batch(int(step) * batch_size + offset)
 
   return _through_tf_data(make, first_step, first_step + num_steps, stream.settings, size)

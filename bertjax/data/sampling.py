@@ -33,7 +33,7 @@ PASSAGE_SENTENCES = 4096
 TASKS = ('nsp', 'sop', 'none')
 
 # What is drawn from a key; each purpose is an independent stream.
-_SHORT, _TARGET, _SPLIT, _RANDOM_NEXT, _PARTNER, _PARTNER_START, _CUT_A, _CUT_B, _SWAP = range(9)
+_SHORT, _TARGET, _SPLIT, _PARTNER, _PARTNER_START, _CUT_A, _CUT_B, _SWAP = range(8)
 
 # One example of a traversal. `len_b` 0 means that B is drawn from elsewhere ('nsp') or that there
 # is none ('sop', 'none'). `document` counts over the whole corpus.
@@ -187,10 +187,12 @@ def _pair_step(offsets, first, stop, target, key, rule):
   end = np.minimum(np.searchsorted(offsets, begin + target), stop)
   sentences = end - first
   single = sentences == 1
-  cut = first + 1 + hashing.below(hashing.bits(key, _SPLIT), np.maximum(sentences - 1, 1))
+  random = hashing.bits(key, _SPLIT)
+  cut = first + 1 + hashing.below(random, np.maximum(sentences - 1, 1))
   cut = np.where(single, end, cut)
   if rule.next_sentence == 'nsp':
-    end = np.where(hashing.chance(hashing.bits(key, _RANDOM_NEXT), 0.5), cut, end)
+    # The lowest bit: `below` uses the upper half only.
+    end = np.where(random & np.uint64(1) > 0, cut, end)
   middle = offsets[cut]
   return begin, middle - begin, offsets[end] - middle, end
 
@@ -328,19 +330,21 @@ def _partners(corpus, key, document, wanted):
   other += other >= document
   shard = np.searchsorted(corpus.first_document, other, 'right') - 1
   local = (other - corpus.first_document[shard]).tolist()
-  start = hashing.bits(key, _PARTNER_START)
-  begin, length = np.empty(len(key), np.int64), np.empty(len(key), np.int64)
+  start = (hashing.bits(key, _PARTNER_START) >> np.uint64(32)).tolist()
+  begin, length = [], []
   # Row by row: partners lie in any shard, and each needs a handful of scattered reads.
-  for row, (s, d, want) in enumerate(zip(shard.tolist(), local, wanted.tolist(), strict=True)):
-    documents, sentences = corpus.documents[s], corpus.sentences[s]
-    first, stop = int(documents[d]), int(documents[d + 1])
-    at = first + ((int(start[row]) >> 32) * (stop - first) >> 32)
-    begin[row] = origin = int(sentences[at])
+  rows = zip(shard.tolist(), local, start, np.maximum(wanted, 1).tolist(), strict=True)
+  for s, d, random, want in rows:
+    sentences = corpus.sentences[s]
+    first, stop = corpus.documents[s][d : d + 2].tolist()
+    at = first + (random * (stop - first) >> 32)
     # Whole sentences until there are enough. Each has a token, so `want` sentences always do, and
     # a file of 100 million offsets is touched at one place only.
-    reach = sentences[at + 1 : min(stop, at + max(want, 1)) + 1]
-    enough = reach.searchsorted(np.uint32(min(origin + want, 0xFFFFFFFF))) if want > 0 else 0
-    length[row] = int(reach[min(enough, len(reach) - 1)]) - origin
+    offsets = sentences[at : (at + want if at + want < stop else stop) + 1].astype(np.int64)
+    origin = int(offsets[0])
+    enough = int(offsets.searchsorted(origin + want))
+    begin.append(origin)
+    length.append(int(offsets[enough if enough < len(offsets) else -1]) - origin)
   return shard, begin, length, other
 
 

@@ -37,7 +37,7 @@ MANIFEST = 'manifest.json'
 SPLITS = ('train', 'heldout')
 # Half a gigabyte of uint16 per shard; far below the 2**32 tokens that a uint32 offset can reach.
 SHARD_TOKENS = 2**28
-_COPY_BYTES = 2**24
+_COPY_BYTES = 2**20
 
 
 class ShardError(ValueError):

@@ -176,13 +176,13 @@ class WordPieceTokenizer:
   ) -> tuple[Int[np.ndarray, 'N'], Int[np.ndarray, 'L']]:
     """The ids of many texts back to back and the number of ids of each, both int32.
 
-    Cleaned text goes through word_table.BlockEncoder, ten times as fast as a dictionary of words.
+    Cleaned text goes through word_table.BlockEncoder, twice as fast as a dictionary of chunks.
     """
     if self.rules.clean_text:
       return self._blocks.encode(texts)
     rows = [self._pack_text(text) for text in texts]
     counts = np.fromiter(map(len, rows), np.int32, len(rows)) // 4
-    return np.frombuffer(b''.join(rows), np.int32), counts
+    return np.frombuffer(b''.join(rows), np.int32).copy(), counts
 
   def encode_batch(self, texts: Sequence[str]) -> list[Int[np.ndarray, '_']]:
     return split_rows(*self.encode_lines(texts))

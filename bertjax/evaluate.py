@@ -1,0 +1,67 @@
+"""Evaluates a checkpoint on held-out documents, by itself.
+
+  python -m bertjax.evaluate --checkpoint runs/quickstart --data runs/quickstart/shards
+
+Masks and pairs are fixed, so two checkpoints are compared on the same questions. One JSON object is
+printed; every example counts once, whatever the batch size.
+"""
+
+import argparse
+import json
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Prints the metrics; 2 with one line on stderr if the inputs do not fit."""
+  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+  parser.add_argument('--checkpoint', required=True, help='workdir, or one step of it')
+  parser.add_argument('--step', type=int, help='which step; the newest complete one if not given')
+  parser.add_argument('--data', required=True, help='folder of shards; several with commas')
+  parser.add_argument('--split', default='heldout', choices=['heldout', 'train'])
+  parser.add_argument('--seq_length', type=int, help='default: that of the first phase')
+  parser.add_argument('--batch_size', type=int, default=64)
+  parser.add_argument('--max_examples', type=int, help='a fixed choice of so many; default: all')
+  args = parser.parse_args(argv)
+
+  from bertjax import api, train
+
+  try:
+    print(json.dumps(evaluate(api.load(args.checkpoint, args.step), args)))
+  except train.EXPECTED_ERRORS as error:
+    print(error, file=sys.stderr)
+    return 2
+  return 0
+
+
+def evaluate(pretrained, args: argparse.Namespace) -> dict[str, float]:
+  """The metrics of a loaded model on `args.data`.
+
+  Raises:
+    ConfigError: the shards were built with another tokenizer than the model's.
+  """
+  import jax
+
+  from bertjax import metrics, objectives, settings, sharding, startup
+  from bertjax.data import prepare
+
+  corpora = prepare.open_corpora(tuple(args.data.split(',')))
+  if corpora.tokenizer.hash() != pretrained.tokenizer.hash():
+    raise settings.ConfigError(
+        f'{args.data} was built with another tokenizer than the model; build it with the one in '
+        'the checkpoint')
+  trained = settings.from_config(pretrained.metadata['config'])
+  splits = corpora.heldout if args.split == 'heldout' else corpora.train
+  if not splits:
+    raise settings.ConfigError(
+        f'{args.data} has no held-out documents; --split train reads the others')
+  mesh = sharding.make_mesh(sharding.MeshSettings())
+  with jax.set_mesh(mesh):
+    evaluator = startup.evaluator_on(
+        splits, corpora.tokenizer, trained, pretrained.graphdef, objectives.PRETRAINING, mesh,
+        seq_length=args.seq_length, batch_size=args.batch_size, max_examples=args.max_examples)
+    values = metrics.means(evaluator.run(pretrained.params))
+  return {'step': pretrained.metadata['step'], 'split': args.split} | values
+
+
+if __name__ == '__main__':
+  sys.exit(main())
