@@ -44,7 +44,7 @@ ENCODING_ERRORS = ('strict', 'replace', 'ignore')
 BUILTIN = 'builtin:docs'
 
 UNIT_BYTES = 4 * 2**20
-_BLOCK_BYTES = 2**20
+_BLOCK_BYTES = 2**18
 _SAMPLE_BYTES = 2**16
 _TFDS = re.compile(
     r'tfds:(?P<name>[^:\[]+(?::[\d.*]+)?)(?::(?P<split>[^:\[]+(?:\[[^\]]*\])?))?(?::(?P<field>\w+))?$'
@@ -290,7 +290,7 @@ def _next_border(file, offset: int, source: Source) -> int:
 def read_piece(
     piece: Piece, settings: ReadSettings, stats: ReadStats | None = None
 ) -> Iterator[Block]:
-  """Reads a piece in blocks of about a megabyte; the end of the last block ends a document.
+  """Reads a piece in blocks of about 256 kB; the end of the last block ends a document.
 
   Raises:
     CorpusError: bytes that are not UTF-8 under the strict policy, a line that is not JSON or has
@@ -439,7 +439,7 @@ def _text_blocks(
 
 
 def _line_blocks(piece: Piece) -> Iterator[tuple[bytes, int]]:
-  """Runs of whole lines of about a megabyte (longer where one line is), with their offsets."""
+  """Runs of whole lines of about 256 kB (longer where one line is), with their offsets."""
   packed = piece.source.name.endswith('.gz')
   with _open(piece.source.name) as file:
     if piece.start:

@@ -35,8 +35,8 @@ _ORDER, _WINDOW_ORDER, _WALK, _CALIBRATION, _SAMPLE = range(16, 21)
 
 # The sample from which a block's number of examples is estimated: all documents of a small block,
 # otherwise runs of neighbours (a run costs about as many page reads as one document).
-_SAMPLE_RUNS = 8
-_RUN_DOCUMENTS = 32
+_SAMPLE_RUNS = 4
+_RUN_DOCUMENTS = 64
 # Calibration walks, per class of document length (half an octave).
 _CLASS_TOKENS = 30_000
 _CLASS_DOCUMENTS = 64

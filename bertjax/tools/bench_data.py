@@ -69,7 +69,10 @@ def make_shards(folder: pathlib.Path, num_tokens: int, num_shards: int, sparse: 
     files = dict.fromkeys(('tokens', 'sentences', 'documents'), '')
     counts = len(documents) - 1, len(sentences) - 1, int(sentences[-1])
     infos.append(shards_lib.ShardInfo(name, files, *counts))
-  total = [sum(getattr(i, f'num_{of}') for i in infos) for of in ('documents', 'sentences', 'tokens')]
+  total = [
+      sum(getattr(info, f'num_{of}') for info in infos)
+      for of in ('documents', 'sentences', 'tokens')
+  ]
   manifest = shards_lib.Manifest(
       corpus={}, tokenizer={}, splits={'train': shards_lib.SplitInfo(*total, tuple(infos))},
       duplicates_dropped=0, encoding={}, unknown_token_share=0.0, unigram_entropy=0.0,

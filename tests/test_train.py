@@ -1,0 +1,250 @@
+"""The main job from end to end, as commands: learning, resuming bit for bit, stopping, refusing."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from bertjax import checkpoint, step_folder
+
+ROOT = pathlib.Path(__file__).parents[1]
+WORDS = [
+    'river', 'mill', 'bell', 'tower', 'clerk', 'copper', 'barrel', 'lantern', 'winter', 'bread',
+    'baker', 'boat', 'harbor', 'storm', 'gull', 'road', 'stone', 'field', 'north', 'south', 'old',
+    'new', 'small', 'tall', 'quiet', 'loud', 'first', 'last']
+CONFIG = '''
+from configs import common
+
+def get_config():
+  config = common.get_config()
+  config.log_every = 10
+  config.model.update(dict(
+      hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+      max_position_embeddings=64, dtype='float32'))
+  config.phases = (common.phase(seq_length=32, batch_size=8, num_steps=60),
+                   common.phase(seq_length=64, batch_size=8, num_steps=20))
+  config.optimizer.update(dict(learning_rate=3e-3, warmup_steps=8))
+  config.checkpoint.update(dict(every=7, keep_last=3, keep_every=0))
+  config.heldout.update(dict(every=25, max_examples=40))
+  return config
+'''
+
+
+def sentences(draw: random.Random, count: int) -> list[str]:
+  """Sentences with something to learn: a word is followed by its neighbour in the list."""
+  made = []
+  for _ in range(count):
+    first = draw.randrange(len(WORDS))
+    made.append(' '.join(WORDS[(first + k) % len(WORDS)] for k in range(draw.randint(3, 9))))
+  return made
+
+
+@pytest.fixture(scope='module')
+def home(tmp_path_factory) -> pathlib.Path:
+  """A folder with text, a vocabulary, shards and a configuration."""
+  folder = tmp_path_factory.mktemp('home')
+  draw = random.Random(0)
+  documents = ['\n'.join(sentences(draw, draw.randint(4, 12))) for _ in range(120)]
+  (folder / 'text.txt').write_text('\n\n'.join(documents), encoding='utf-8')
+  vocabulary = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', *WORDS]
+  (folder / 'vocab.txt').write_text('\n'.join(vocabulary) + '\n', encoding='utf-8')
+  (folder / 'config.py').write_text(CONFIG, encoding='utf-8')
+  done = run('bertjax.data.build', '--input', folder / 'text.txt', '--tokenizer',
+             folder / 'vocab.txt', '--output', folder / 'shards', '--heldout', '0.1')
+  assert done.returncode == 0, done.stderr
+  return folder
+
+
+def environment(devices: int = 1) -> dict[str, str]:
+  names = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3',
+           'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'}
+  names.pop('JAX_DISABLE_MOST_OPTIMIZATIONS', None)
+  return names
+
+
+def run(module: str, *arguments, devices: int = 1) -> subprocess.CompletedProcess:
+  return subprocess.run([sys.executable, '-m', module, *map(str, arguments)], cwd=ROOT, text=True,
+                        env=environment(devices), capture_output=True, timeout=600, check=False)
+
+
+def arguments(home: pathlib.Path, workdir: pathlib.Path, *more: str) -> list[str]:
+  return [f'--config={home}/config.py', f'--workdir={workdir}', f'--config.data.path={home}/shards',
+          *more]
+
+
+def train(home, workdir, *more, devices=1) -> subprocess.CompletedProcess:
+  return run('bertjax.main', *arguments(home, workdir, *more), devices=devices)
+
+
+def start(home, workdir, *more) -> subprocess.Popen:
+  command = [sys.executable, '-m', 'bertjax.main', *arguments(home, workdir, *more)]
+  return subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+
+
+def final_hash(workdir: pathlib.Path) -> str:
+  assert step_folder.find(workdir).name == '80'
+  return checkpoint.parameter_hash(checkpoint.restore_params(workdir))
+
+
+def records(workdir: pathlib.Path, split: str) -> list[dict]:
+  lines = (workdir / 'metrics.jsonl').read_text(encoding='utf-8').splitlines()
+  return [record for record in map(json.loads, lines) if record['split'] == split]
+
+
+@pytest.fixture(scope='module')
+def whole(home, tmp_path_factory) -> pathlib.Path:
+  """The workdir of a run that nothing disturbed."""
+  workdir = tmp_path_factory.mktemp('whole')
+  done = train(home, workdir)
+  assert done.returncode == 0, done.stderr
+  assert 'bertjax pre-training' in done.stderr and 'from scratch' in done.stderr
+  assert 'bertjax.tools.fill_mask' in done.stderr  # the next things to try
+  return workdir
+
+
+def test_it_learns_and_says_so(whole):
+  train_records, heldout = records(whole, 'train'), records(whole, 'heldout')
+  assert [r['step'] for r in heldout] == [25, 50, 75, 80]
+  assert train_records[-1]['step'] == 80
+  assert train_records[-1]['masked_lm_loss'] < train_records[0]['masked_lm_loss'] - 0.1
+  assert heldout[-1]['masked_lm_loss'] < heldout[0]['masked_lm_loss']
+  assert {'masked_lm_perplexity', 'masked_lm_accuracy', 'next_sentence_accuracy'} <= set(heldout[0])
+  assert list((whole / 'tensorboard').iterdir())
+
+
+def test_the_same_command_again_has_nothing_to_do(home, whole):
+  before = final_hash(whole)
+  done = train(home, whole)
+  assert done.returncode == 0 and 'Training is complete' in done.stderr
+  assert final_hash(whole) == before
+
+
+def test_evaluate_and_fill_mask_take_nothing_but_the_checkpoint(home, whole):
+  done = run('bertjax.evaluate', '--checkpoint', whole, '--data', home / 'shards',
+             '--batch_size', 8, '--max_examples', 40)
+  values = json.loads(done.stdout)
+  stored = records(whole, 'heldout')[-1]
+  for name in ('masked_lm_loss', 'masked_lm_accuracy', 'next_sentence_loss'):
+    np.testing.assert_allclose(values[name], stored[name], rtol=1e-5)
+  done = run('bertjax.tools.fill_mask', '--checkpoint', whole, 'river [MASK] bell')
+  assert done.returncode == 0 and '  1: ' in done.stdout
+  done = run('bertjax.tools.fill_mask', '--checkpoint', whole, 'river mill bell')
+  assert done.returncode == 2 and 'no [MASK]' in done.stderr and 'Traceback' not in done.stderr
+
+
+@pytest.mark.slow
+def test_b132_heldout_metrics_do_not_depend_on_batch_size_or_devices(home, whole):
+  results = []
+  for batch_size, devices in ((1, 1), (5, 1), (13, 1), (64, 1), (8, 8), (13, 8)):
+    done = run('bertjax.evaluate', '--checkpoint', whole, '--data', home / 'shards', '--batch_size',
+               batch_size, '--max_examples', 13, devices=devices)
+    assert done.returncode == 0, done.stderr
+    results.append(json.loads(done.stdout))
+  assert results[0]['num_examples'] == 13 if 'num_examples' in results[0] else True
+  for other in results[1:]:
+    for name, value in results[0].items():
+      if isinstance(value, float):
+        np.testing.assert_allclose(other[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_b058_b075_kill_at_any_moment_and_resume_ends_bit_for_bit_the_same(home, whole, tmp_path):
+  """Ten kill -9, from start-up to the middle of saves; the log tells one history, too."""
+  draw = random.Random(1)
+  for _ in range(10):
+    process = start(home, tmp_path)
+    for line in process.stderr:
+      if 'step' in line and 'loss' in line:
+        break
+    time.sleep(draw.uniform(0, 0.6))
+    process.kill()
+    process.wait()
+    process.stderr.close()
+  done = train(home, tmp_path)
+  assert done.returncode == 0, done.stderr
+  assert 'resumed at step' in done.stderr or 'Training is complete' in done.stderr
+  assert final_hash(tmp_path) == final_hash(whole)
+  assert [r['step'] for r in records(tmp_path, 'heldout')] == [25, 50, 75, 80]
+  np.testing.assert_allclose([r['masked_lm_loss'] for r in records(tmp_path, 'heldout')],
+                             [r['masked_lm_loss'] for r in records(whole, 'heldout')], rtol=0)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_exits_143_and_the_rest_is_the_same(home, whole, tmp_path):
+  process = start(home, tmp_path)
+  for line in process.stderr:
+    if 'step' in line and 'loss' in line:
+      break
+  process.send_signal(signal.SIGTERM)
+  text = process.stderr.read()
+  assert process.wait() == 143, text
+  process.stderr.close()
+  saved = int(step_folder.find(tmp_path).name)
+  assert 0 < saved < 80 and 'after a save' in text
+  done = train(home, tmp_path)
+  assert done.returncode == 0 and f'resumed at step {saved}' in done.stderr
+  assert final_hash(tmp_path) == final_hash(whole)
+
+
+@pytest.mark.slow
+def test_another_device_count_resumes_with_the_same_data(home, whole, tmp_path):
+  """Not bit for bit (sums are in another order), but the same examples, masks and dropout."""
+  process = start(home, tmp_path)
+  for line in process.stderr:
+    if 'step' in line and 'loss' in line:
+      break
+  process.send_signal(signal.SIGTERM)
+  process.stderr.read()
+  process.wait()
+  process.stderr.close()
+  done = train(home, tmp_path, '--config.mesh.fsdp=2', devices=4)
+  assert done.returncode == 0, done.stderr
+  ours, theirs = (checkpoint.leaves(checkpoint.restore_params(w)) for w in (tmp_path, whole))
+  for name in ours:
+    np.testing.assert_allclose(ours[name], theirs[name], atol=2e-3, err_msg=name)
+  np.testing.assert_allclose(records(tmp_path, 'heldout')[-1]['masked_lm_loss'],
+                             records(whole, 'heldout')[-1]['masked_lm_loss'], rtol=1e-3)
+
+
+def test_another_configuration_on_a_workdir_is_refused_with_the_differences(home, whole):
+  done = train(home, whole, '--config.seed=3', '--config.optimizer.b1=0.8')
+  assert done.returncode == 2 and 'Traceback' not in done.stderr
+  assert 'seed: stored 0, now 3' in done.stderr
+  assert 'optimizer.b1: stored 0.9, now 0.8' in done.stderr
+
+
+def test_b059_init_from_begins_a_new_schedule_and_says_so(home, whole, tmp_path):
+  done = train(home, tmp_path, f'--config.init_from={whole}', '--config.phases[1].num_steps=1',
+               '--config.phases[0].num_steps=9')
+  assert done.returncode == 0, done.stderr
+  assert f'weights of {whole} (step 80), a new schedule' in done.stderr
+  first = records(tmp_path, 'train')[0]
+  assert first['step'] == 1 and first['learning_rate'] == 0
+  assert first['masked_lm_loss'] < records(whole, 'train')[0]['masked_lm_loss'] - 0.1
+
+
+def test_b065_a_loss_that_is_not_finite_stops_the_run_and_the_last_checkpoint_is_good(
+    home, tmp_path):
+  done = train(home, tmp_path, '--config.optimizer.learning_rate=1e30',
+               '--config.optimizer.clip_norm=0.0', '--config.checkpoint.every=1')
+  assert done.returncode == 1 and 'Traceback' not in done.stderr
+  assert 'step ' in done.stderr and 'is nan' in done.stderr or 'is inf' in done.stderr
+  for leaf in checkpoint.leaves(checkpoint.restore_params(tmp_path)).values():
+    assert np.isfinite(leaf).all()
+
+
+@pytest.mark.parametrize('more, mend', [
+    (['--config.data.path=nowhere'], 'nowhere'),
+    (['--config.model.num_attention_heads=3'], 'try hidden_size 33'),
+    (['--config.phases[0].batch_size=7', '--config.mesh.data=1'], ''),
+])
+def test_what_a_user_can_mend_is_said_in_words(home, tmp_path, more, mend):
+  done = train(home, tmp_path, *more, '--config.phases[0].num_steps=0')
+  assert done.returncode == 2 and mend in done.stderr and 'Traceback' not in done.stderr
