@@ -21,6 +21,7 @@ setuptools.setup(
     install_requires=[
         'absl-py',
         'etils[epath]',
+        'importlib_resources',  # tensorflow-datasets imports it without saying so
         'flax>=0.12.8',
         'jax>=0.10',
         'jaxtyping',

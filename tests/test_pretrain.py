@@ -227,6 +227,7 @@ def test_batch_size_must_divide():
     pretrain.batches(stream_of(), 100, 0, 1, 0, 8)
 
 
+@pytest.mark.slow
 def test_a_process_that_leaves_its_pipeline_running_exits(tmp_path):
   """The pipeline's thread calls Python: it must not keep a finished interpreter alive."""
   program = tmp_path / 'leave.py'
