@@ -16,6 +16,8 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # before anything loads Tens
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from bertjax import host_memory
+
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'configs/NAME.py')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'folder of checkpoints and logs, local or gs://')
 _COORDINATOR = flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0')
@@ -29,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
   logging.set_verbosity(logging.INFO)
   logging.get_absl_handler().setFormatter(
       python_logging.Formatter('%(asctime)s %(levelname).1s %(message)s', '%H:%M:%S'))
+  host_memory.keep_freed_memory()
   import jax  # after the flags: a wrong one is answered at once
 
   from bertjax import train

@@ -20,7 +20,7 @@ from small_corpora import (
     read_documents,
 )
 
-from bertjax.data import pretrain, sampling, tokenizer
+from bertjax.data import pretrain, sampling, shards, tokenizer
 
 VOCABULARY = TinyVocabulary()
 DOCUMENTS = random_documents(0, 40)
@@ -335,6 +335,21 @@ def test_b012_no_example_is_too_long(bugs):
   assert length.sum() == sum(len(s) for d in corpus for s in d)
 
 
+def test_b012_sentences_that_are_cut_are_counted_once(caplog):
+  documents = [[np.full(3000, 20), [11]], [[12], np.full(500, 30), [13]], [[14], [15]]]
+  with caplog.at_level(logging.INFO):
+    stream = stream_of(documents)
+  assert stream.statistics.long_sentences == 2 and stream.statistics.complete
+  told = [r for r in caplog.records if 'longer than an example' in r.message]
+  assert len(told) == 1 and told[0].message.startswith('2 of 7 sentences')
+  assert told[0].levelname == 'WARNING'
+  # Without pairs nothing is cut, and of held-out text it was said when it was trained on.
+  caplog.clear()
+  for changes in ({'next_sentence': 'none'}, {'heldout': True}, {'seq_length': 3003}):
+    stream_of(documents, **changes)
+  assert not any('longer than an example' in message for message in caplog.messages)
+
+
 def test_very_long_sentences():
   """The twin of B012 without files."""
   documents = [[np.full(3000, 20), [11]], [[12], np.full(500, 30), [13]]]
@@ -368,6 +383,25 @@ def check_partners(corpus, stream):
       owner = [d for d in corpus if a == d[0].tolist() or a == d[1].tolist()]
       assert len(owner) == 1 and b[: len(owner[0][1])] not in [s.tolist() for s in owner[0]]
   assert abs(random.mean() - 2 / 3) < 0.12
+
+
+def test_b046_single_sentences_among_pairs(bugs):
+  corpus, tok = load_bug_corpus(bugs, 'corpus_pairs.txt')
+  single, _ = load_bug_corpus(bugs, 'corpus_onesent_docs.txt')
+  stream = stream_of(corpus + single, tok, next_sentence='sop', seq_length=128)
+  batch = stream.batch(np.arange(20 * stream.num_examples))
+  pairs = {tuple(map(tuple, document)) for document in corpus}
+  seen = set()
+  for row in range(len(batch['input_ids'])):
+    weight, label = batch['next_sentence_weights'][row], batch['next_sentence_labels'][row]
+    if batch['token_type_ids'][row].any():
+      a, b = map(tuple, parts(batch, row))
+      assert weight == 1 and ((b, a) if label else (a, b)) in pairs
+      seen.add(label)
+    else:
+      assert weight == 0 and label == 0
+  assert seen == {0, 1}
+  assert 0 < stream.statistics.labelled < 1
 
 
 def test_b046_sentence_order_stays_in_one_document():
@@ -448,6 +482,65 @@ def test_b042_the_cap_follows_from_the_length(caplog):
   assert (batch['masked_lm_weights'][full].sum(1) == 20).all()
   quarter = np.bincount(batch['masked_lm_positions'][full].ravel() // 128, minlength=4)
   assert np.abs(quarter / quarter.sum() - 0.25).max() < 0.03
+
+
+# --- What is said at the start
+
+
+@pytest.mark.parametrize('task', sampling.TASKS)
+@pytest.mark.parametrize('sizes', [[2] * 300, [40] * 15])
+def test_statistics_are_those_of_the_examples(task, sizes):
+  documents = numbered_documents(sizes, sentence_tokens=3)
+  stream = stream_of(documents, next_sentence=task, seq_length=24)
+  batch = stream.batch(np.arange(4000))
+  found = stream.statistics
+  assert abs(found.mean_length - batch['attention_mask'].sum(1).mean()) < 0.5
+  assert found.padding == pytest.approx(1 - found.mean_length / 24)
+  labelled = batch['next_sentence_weights'] > 0
+  assert abs(found.labelled - labelled.mean()) < 0.06
+  if labelled.any():
+    assert abs(found.label_1 - batch['next_sentence_labels'][labelled].mean()) < 0.06
+  if task == 'nsp':  # B045: two thirds on documents of two sentences
+    assert abs(found.label_1 - (2 / 3 if sizes[0] == 2 else 0.55)) < 0.06
+
+
+def test_statistics_of_a_mixture_follow_its_weights():
+  short, long = make_split([[[11], [12]]] * 50), make_split([[[13] * 20, [14] * 20]] * 50)
+  lengths = [
+      pretrain.ExampleStream(
+          [short, long], VOCABULARY, pretrain.PretrainSettings(seq_length=64), weights=weights,
+      ).statistics.mean_length for weights in ([1, 1e-9], [1e-9, 1], [1, 1])
+  ]
+  assert lengths[0] < 7 and lengths[1] > 40
+  assert lengths[2] == pytest.approx((lengths[0] + lengths[1]) / 2, abs=1e-3)
+
+
+def test_statistics_of_a_large_corpus_read_a_part_of_it():
+  rng = np.random.default_rng(0)
+  lengths = rng.integers(1, 30, 300_000)
+  lengths[::100] = 200
+  documents = np.cumsum(rng.integers(1, 60, 9000))
+  documents = np.concatenate([[0], documents[documents < len(lengths)], [len(lengths)]])
+  tokens = np.full(lengths.sum(), 20, np.uint16)
+  shard = shards.Shard(tokens, np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint32),
+                       documents.astype(np.uint32))
+  split = shards.Split((shard,), len(documents) - 1, len(lengths), len(tokens))
+  settings = pretrain.PretrainSettings()
+  stream = pretrain.ExampleStream(split, VOCABULARY, settings)
+  found = stream.statistics
+  assert not found.complete and 50_000 < found.num_sentences < 70_000
+  assert abs(found.long_sentences / found.num_sentences - 0.01) < 1e-3
+  rows = stream.batch(np.random.default_rng(1).integers(0, stream.num_examples, 4000))
+  assert abs(found.label_1 - rows['next_sentence_labels'].mean()) < 0.04
+  assert abs(found.mean_length - rows['attention_mask'].sum(1).mean()) < 2
+
+
+def test_the_realised_figures_are_logged_once(caplog):
+  with caplog.at_level(logging.INFO):
+    stream = stream_of()
+  told = [message for message in caplog.messages if 'random pairs' in message]
+  assert len(told) == 1 and f'{stream.statistics.label_1:.0%} random pairs' in told[0]
+  assert f'mean length is {stream.statistics.mean_length:.0f}' in told[0]
 
 
 @pytest.mark.parametrize('change, message', [

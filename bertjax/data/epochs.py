@@ -91,12 +91,7 @@ def cut_blocks(
   expected = 1.4 * corpus.num_tokens / rule.max_tokens
   blocks = int(np.clip(np.rint(expected / block_examples), 1, corpus.num_sentences))
   cuts = {0, corpus.num_sentences}
-  for cut in (corpus.num_sentences * b // blocks for b in range(1, blocks)):
-    ((shard, local, _),) = corpus.pieces(cut, cut + 1)
-    documents = corpus.documents[shard]
-    start = int(documents[np.searchsorted(documents, np.uint32(local), 'right') - 1])
-    # In a document of one passage this is its start.
-    cuts.add(cut - (local - start) % sampling.PASSAGE_SENTENCES)
+  cuts.update(corpus.border(corpus.num_sentences * b // blocks) for b in range(1, blocks))
   return np.array(sorted(cuts))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int, Shaped
 
-from bertjax.data import epochs, hashing, masking, mixture, sampling
+from bertjax.data import epochs, hashing, masking, mixture, sampling, stream_statistics
 from bertjax.data import shards as shards_lib
 
 _MASK = 48  # purpose of the masking draws
@@ -99,6 +99,7 @@ class ExampleStream:
     settings: the settings it was made with.
     num_examples: examples per epoch. With several corpora the sum of theirs; each runs through its
       own epochs at the pace its weight gives. For held-out data: exactly all there are.
+    statistics: mean length, padding and share of random pairs as they turn out, from a sample.
   """
 
   def __init__(
@@ -158,6 +159,11 @@ class ExampleStream:
     if not heldout:
       weights = weights or mixture.sampling_weights(sizes, sampling_exponent)
       self._mixture = mixture.Mixture(weights, settings.seed)
+    self.statistics = stream_statistics.measure(
+        self._corpora, self._rule, sizes if heldout else weights, settings.seed
+    )
+    for split in splits:
+      shards_lib.release_pages(split)
     _log_choices(settings, self)
 
   def batch(self, indices: Int[np.ndarray, 'b']) -> Batch:
@@ -280,11 +286,15 @@ def _shares(sizes: Sequence[int], total: int | None) -> list[int | None]:
 
 
 def _log_choices(settings: PretrainSettings, stream: ExampleStream) -> None:
-  """Says once what was chosen, and what a user might not expect."""
+  """Says once what was chosen, how it turns out, and what a user might not expect."""
   logging.info(
-      'next_sentence=%s: %d examples of length %d per epoch, at most %d masked tokens each',
-      settings.next_sentence, stream.num_examples, settings.seq_length, settings.num_predictions,
+      'next_sentence=%s: %d examples of length %d per %s, at most %d masked tokens each; %s',
+      settings.next_sentence, stream.num_examples, settings.seq_length,
+      'epoch' if stream._mixture else 'evaluation', settings.num_predictions,
+      stream_statistics.in_words(stream.statistics, settings.next_sentence),
   )
+  if stream._mixture:
+    stream_statistics.log_long_sentences(stream.statistics, stream._rule)
   if settings.whole_word_masking and not all(stream._with_borders):
     logging.info(
         'whole-word masking with no word borders in the data: words are what the vocabulary\'s '

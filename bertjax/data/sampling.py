@@ -92,6 +92,14 @@ class Corpus:
       lo = stop
     return out
 
+  def border(self, sentence: int) -> int:
+    """The last sentence up to this one at which a document or a passage of one begins."""
+    ((shard, local, _),) = self.pieces(sentence, sentence + 1)
+    documents = self.documents[shard]
+    # A needle of the array's own type, or numpy would convert the whole array first.
+    start = int(documents[np.searchsorted(documents, np.uint32(local), 'right') - 1])
+    return sentence - (local - start) % PASSAGE_SENTENCES  # of the only passage: the start
+
   def documents_between(
       self, shard: int, lo: int, hi: int
   ) -> tuple[int, Int64[np.ndarray, 'd'], Int64[np.ndarray, 'd']]:
@@ -102,7 +110,6 @@ class Corpus:
       clipped to [lo, hi).
     """
     documents = self.documents[shard]
-    # A needle of the array's own type, or numpy would convert the whole array first.
     first = int(np.searchsorted(documents, np.uint32(lo), 'right')) - 1
     last = int(np.searchsorted(documents, np.uint32(hi), 'left'))
     bounds = documents[first : last + 1].astype(np.int64)

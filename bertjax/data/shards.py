@@ -240,6 +240,18 @@ def _map_array(path: pathlib.Path) -> np.ndarray:
   return array
 
 
+def release_pages(split: Split) -> None:
+  """Takes what has been read so far out of this process's memory; it is read again when needed.
+
+  To be called after reading much once. The pages belong to files: the system's cache may keep them.
+  """
+  for shard in split.shards:
+    for array in (shard.tokens, shard.sentences, shard.documents, shard.words):
+      mapped = getattr(array, '_mmap', None)  # None: an array in memory, not of a file
+      if mapped is not None and hasattr(mmap, 'MADV_DONTNEED'):
+        mapped.madvise(mmap.MADV_DONTNEED)
+
+
 def _local_folder(folder: epath.Path, manifest: Manifest, info: SplitInfo) -> pathlib.Path:
   """The folder itself if it is local, else a cache that by now holds the split's files."""
   if not is_remote(folder):

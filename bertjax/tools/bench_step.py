@@ -13,6 +13,10 @@ import os
 import statistics
 import time
 
+from bertjax import host_memory
+
+host_memory.keep_freed_memory()  # as main.py does, before JAX is imported
+
 import jax
 import numpy as np
 
