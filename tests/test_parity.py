@@ -55,16 +55,20 @@ def test_the_stored_losses_belong_to_these_weights_and_batches(stored):
 
 @pytest.mark.parametrize('kind', SERIES)
 def test_the_stored_losses_exercise_the_step(stored, kind):
-  """They fall, clipping both acts and rests, and the two rules could not be taken for each other."""
+  """They fall, gradients are clipped, and neither rule could be taken for the other."""
   total, norms = np.array(stored[kind]['total']), np.array(stored[kind]['grad_norm'])
   assert len(total) == 50 and total[-5:].mean() < 0.8 * total[:5].mean()
-  assert norms.min() < parity_data.OPTIMIZER['clip_norm'] < norms.max()
+  assert norms.max() > 2 * parity_data.OPTIMIZER['clip_norm']
   other, = (stored[name]['total'] for name in SERIES if name != kind)
   assert np.abs(total / other - 1).max() > 0.1
 
 
 @pytest.mark.parametrize('kind', SERIES)
 def test_losses_of_50_steps_follow_transformers(stored, kind):
+  """The promise is 1e-3, but a lost weight decay moves some of these losses by 3e-4 only.
+
+  Rounding moves them by about 1e-5 at the most.
+  """
   settings = optim.OptimizerSettings(**parity_data.OPTIMIZER, bias_correction=SERIES[kind])
   for name, ours in train(settings).items():
-    np.testing.assert_allclose(ours, stored[kind][name], rtol=1e-3, err_msg=name)
+    np.testing.assert_allclose(ours, stored[kind][name], rtol=1e-4, err_msg=name)

@@ -279,6 +279,18 @@ def test_b133_one_example_is_one_batch():
   assert batch['input_ids'].shape == (8, 32) and batch['next_sentence_weights'].sum() == 1
 
 
+def test_a_choice_of_heldout_examples_is_fair():
+  """The keys by which they are chosen say nothing about their length."""
+  documents = random_documents(2, 1500, sentences=12)
+  full, some = stream_of(documents, heldout=True), stream_of(
+      documents, heldout=True, max_examples=1000)
+  lengths = [
+      stream.batch(np.arange(stream.num_examples))['attention_mask'].sum(1).mean()
+      for stream in (full, some)
+  ]
+  assert full.num_examples > 3000 and abs(lengths[0] - lengths[1]) < 0.7
+
+
 def test_heldout_masks_are_fixed_and_all_examples_are_there():
   stream = stream_of(heldout=True, next_sentence='none')
   n = stream.num_examples
@@ -488,20 +500,20 @@ def test_b042_the_cap_follows_from_the_length(caplog):
 
 
 @pytest.mark.parametrize('task', sampling.TASKS)
-@pytest.mark.parametrize('sizes', [[2] * 300, [40] * 15])
+@pytest.mark.parametrize('sizes', [[2] * 300, [12] * 500])
 def test_statistics_are_those_of_the_examples(task, sizes):
   documents = numbered_documents(sizes, sentence_tokens=3)
   stream = stream_of(documents, next_sentence=task, seq_length=24)
   batch = stream.batch(np.arange(4000))
   found = stream.statistics
-  assert abs(found.mean_length - batch['attention_mask'].sum(1).mean()) < 0.5
+  assert abs(found.mean_length - batch['attention_mask'].sum(1).mean()) < 0.8
   assert found.padding == pytest.approx(1 - found.mean_length / 24)
   labelled = batch['next_sentence_weights'] > 0
   assert abs(found.labelled - labelled.mean()) < 0.06
   if labelled.any():
     assert abs(found.label_1 - batch['next_sentence_labels'][labelled].mean()) < 0.06
   if task == 'nsp':  # B045: two thirds on documents of two sentences
-    assert abs(found.label_1 - (2 / 3 if sizes[0] == 2 else 0.55)) < 0.06
+    assert abs(found.label_1 - (2 / 3 if sizes[0] == 2 else 0.57)) < 0.06
 
 
 def test_statistics_of_a_mixture_follow_its_weights():
@@ -509,7 +521,7 @@ def test_statistics_of_a_mixture_follow_its_weights():
   lengths = [
       pretrain.ExampleStream(
           [short, long], VOCABULARY, pretrain.PretrainSettings(seq_length=64), weights=weights,
-      ).statistics.mean_length for weights in ([1, 1e-9], [1e-9, 1], [1, 1])
+      ).statistics.mean_length for weights in ([1.0, 1e-9], [1e-9, 1.0], [1.0, 1.0])
   ]
   assert lengths[0] < 7 and lengths[1] > 40
   assert lengths[2] == pytest.approx((lengths[0] + lengths[1]) / 2, abs=1e-3)
@@ -519,7 +531,7 @@ def test_statistics_of_a_large_corpus_read_a_part_of_it():
   rng = np.random.default_rng(0)
   lengths = rng.integers(1, 30, 300_000)
   lengths[::100] = 200
-  documents = np.cumsum(rng.integers(1, 60, 9000))
+  documents = np.cumsum(rng.integers(1, 60, 12_000))
   documents = np.concatenate([[0], documents[documents < len(lengths)], [len(lengths)]])
   tokens = np.full(lengths.sum(), 20, np.uint16)
   shard = shards.Shard(tokens, np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint32),
@@ -532,7 +544,7 @@ def test_statistics_of_a_large_corpus_read_a_part_of_it():
   assert abs(found.long_sentences / found.num_sentences - 0.01) < 1e-3
   rows = stream.batch(np.random.default_rng(1).integers(0, stream.num_examples, 4000))
   assert abs(found.label_1 - rows['next_sentence_labels'].mean()) < 0.04
-  assert abs(found.mean_length - rows['attention_mask'].sum(1).mean()) < 2
+  assert abs(found.mean_length - rows['attention_mask'].sum(1).mean()) < 4
 
 
 def test_the_realised_figures_are_logged_once(caplog):

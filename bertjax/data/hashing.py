@@ -43,7 +43,9 @@ def fold(
   """Folds non-negative integers or arrays (broadcast) into a key, one after the other."""
   key = np.atleast_1d(np.asarray(key, np.uint64))
   for part in parts:
-    key = mix64(key + np.uint64(_GOLDEN) ^ np.atleast_1d(np.asarray(part, np.uint64)) * _FOLD)
+    # Not `part` itself: folding in 0 would be the draw `bits(key, 0)`, and the two not independent.
+    after = np.atleast_1d(np.asarray(part, np.uint64)) + np.uint64(1)
+    key = mix64(key + np.uint64(_GOLDEN) ^ after * _FOLD)
   return key
 
 
