@@ -1,12 +1,14 @@
 """The embedded default corpus: prose out of docstrings, nothing twice, in a fixed order."""
 
+import ast
 import itertools
 import subprocess
 import sys
 
 import pytest
+from etils import epath
 
-from bertjax.data import build, corpus, shards
+from bertjax.data import build, corpus, prepare, shards
 from bertjax.data import default_corpus as dc
 
 DOCSTRING = '''Return the mean of the array along the given axis.
@@ -65,6 +67,60 @@ def test_prose_is_what_is_left_of_a_docstring():
       'Another one of those arguments.',
       'The arithmetic mean is the sum of the elements divided by their number:',
   ]
+
+
+SOURCE = '''# A comment with "quotes" and a \'\'\' in it.
+"""The docstring of the module, which is long enough to be worth keeping.
+
+It goes on for a second paragraph."""
+
+TEXT = """A long string that is no docstring, because it is the value of a name, %s."""
+
+
+class Lamp:  # A comment after the colon.
+  r"""The docstring of the class has \\escapes that are kept, and goes on for a while yet."""
+
+  def light(self, oil: "Oil" = 'whale: #1') -> 'Lamp':
+    \'\'\'The docstring of a method in the other quotes, with an escape: \\u2028
+    (it\\'s one) and a second line.\'\'\'
+    print("""Not a docstring either, however long this text may be: it is an argument.""")
+    """Not a docstring, because it does not follow the head of the function it is in."""
+    def inner():
+      """Short."""
+'''
+
+
+def test_docstrings_are_those_that_ast_finds(tmp_path):
+  path = tmp_path / 'lamp.py'
+  path.write_text(SOURCE, encoding='utf-8')
+  tree = ast.parse(SOURCE)
+  inner = (ast.Module, ast.ClassDef, ast.FunctionDef)
+  wanted = [ast.get_docstring(n, clean=False) for n in ast.walk(tree) if isinstance(n, inner)]
+  assert list(dc._docstrings(path)) == [text for text in wanted if text and len(text) > 80]
+  assert len(list(dc._docstrings(path))) == 3
+
+
+@pytest.mark.parametrize('content', [
+    b'', b'"""', b'x = """never closed ' + b'a' * 10**6, b'"' * 10**5, b'\'"' * 10**5,
+    b'"""' + b'\\' * 99_999, b'"""\xff"""',
+    b'"""\\N{no such name} ' + b'a ' * 50 + b'"""',
+])
+def test_files_that_are_no_python_do_no_harm(tmp_path, content):
+  path = tmp_path / 'a.py'
+  path.write_bytes(content)
+  assert not list(dc._docstrings(path))
+
+
+def test_the_text_is_made_once_for_tokenizer_and_shards(monkeypatch, tmp_path):
+  made = []
+  raw = dc._raw_documents
+  monkeypatch.setattr(dc, 'PACKAGES', (('absl', ('absl-py',)),))
+  monkeypatch.setattr(dc, '_raw_documents', lambda packages: made.append(packages) or raw(packages))
+  dc._documents.cache_clear()
+  prepare.build_from_text(
+      epath.Path(tmp_path), inputs='builtin:docs', format='auto', language='en',
+      tokenizer_type='wordpiece', vocab_size=500, heldout=0.01, num_workers=2)
+  assert made == [('absl',)]
 
 
 @pytest.fixture(scope='module')

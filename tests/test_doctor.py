@@ -139,6 +139,17 @@ def test_b002_one_document(make_data, config):
   assert any("1 documents for next_sentence='nsp'" in text for text in problems(data, config()))
 
 
+def test_b012_sentences_that_will_be_cut(make_data, good, config):
+  documents = random_documents(20)
+  for document in documents[:5]:
+    document[0] = ' '.join(WORDS * 4) + '.'
+  data = make_data(documents, heldout=0.0)
+  warnings = problems(data, config(), level='warning')
+  assert any('5 of 120 sentences (4.2%) are longer than an example of length 32' in text
+             for text in warnings)
+  assert not any('longer than' in text for text in problems(good, config(), level='warning'))
+
+
 def test_b042_too_few_places_for_predictions(good, config):
   change = 'config.phases[0].max_predictions_per_seq = 2'
   warnings = problems(good, config(change), level='warning')

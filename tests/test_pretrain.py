@@ -279,18 +279,6 @@ def test_b133_one_example_is_one_batch():
   assert batch['input_ids'].shape == (8, 32) and batch['next_sentence_weights'].sum() == 1
 
 
-def test_a_choice_of_heldout_examples_is_fair():
-  """The keys by which they are chosen say nothing about their length."""
-  documents = random_documents(2, 1500, sentences=12)
-  full, some = stream_of(documents, heldout=True), stream_of(
-      documents, heldout=True, max_examples=1000)
-  lengths = [
-      stream.batch(np.arange(stream.num_examples))['attention_mask'].sum(1).mean()
-      for stream in (full, some)
-  ]
-  assert full.num_examples > 3000 and abs(lengths[0] - lengths[1]) < 0.7
-
-
 def test_heldout_masks_are_fixed_and_all_examples_are_there():
   stream = stream_of(heldout=True, next_sentence='none')
   n = stream.num_examples

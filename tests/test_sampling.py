@@ -259,6 +259,17 @@ def test_long_documents_are_walked_through_in_passages(monkeypatch):
   assert (got['begin'][1:] == (got['begin'] + got['len_a'].astype(np.uint32))[:-1]).all()
 
 
+def test_keys_say_nothing_about_their_examples():
+  """Slots and held-out choices take the lowest keys: that must be a fair choice."""
+  corpus = corpus_of([[[11] * 5] * 20] * 2000)
+  rows = sampling.traverse(corpus, 0, corpus.num_sentences, sampling.Rule('nsp', 128, 0.1), 5)
+  lowest = rows[np.argsort(rows['key'])][: len(rows) // 10]
+  short, short_lowest = (r['target'] < 125 for r in (rows, lowest))
+  assert abs(short.mean() - short_lowest.mean()) < 0.06
+  alone, alone_lowest = (r['len_b'] == 0 for r in (rows, lowest))
+  assert abs(alone.mean() - alone_lowest.mean()) < 0.06
+
+
 def test_partner_is_uniform_over_other_documents():
   documents = numbered_documents([1, 4, 9, 2, 30])
   corpus = corpus_of(documents, num_shards=2)

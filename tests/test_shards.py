@@ -198,3 +198,15 @@ def test_the_identity_depends_on_content_and_tokenizer(tmp_path):
   other = write_set(tmp_path / 'other', [[[1], [2]]])
   assert one.content_hash == same.content_hash != other.content_hash
   assert shards.content_hash(one.splits, 'def') != one.content_hash
+
+
+def test_released_pages_are_read_again(tmp_path):
+  documents = [[[i % 999] * 5] * 3 for i in range(2000)]
+  write_set(tmp_path, documents)
+  split = shards.open_split(tmp_path)
+  before = nested(split)
+  shards.release_pages(split)
+  assert nested(split) == before
+  in_memory = shards.Shard(*(np.asarray(a).copy() for a in (
+      split.shards[0].tokens, split.shards[0].sentences, split.shards[0].documents)))
+  shards.release_pages(shards.Split((in_memory,), 2000, 6000, 30_000))  # nothing to release

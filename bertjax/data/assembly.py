@@ -168,4 +168,4 @@ def _count_tokens(tokens: np.ndarray, counts: np.ndarray) -> None:
 def unigram_entropy(counts: Int[np.ndarray, 'vocab']) -> float:
   """Entropy in nats per token of the ids' frequencies."""
   shares = counts[counts > 0] / max(counts.sum(), 1)
-  return float(-(shares * np.log(shares)).sum())
+  return float((shares * np.log(1 / shares)).sum())

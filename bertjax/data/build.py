@@ -28,7 +28,7 @@ from absl import logging
 from etils import epath
 
 import bertjax
-from bertjax.data import assembly, corpus, shards, units
+from bertjax.data import assembly, console, corpus, shards, units
 from bertjax.data import tokenizer as tokenizer_lib
 from bertjax.data.encoding import Tokenizer, TokenizerError
 
@@ -325,8 +325,7 @@ def _parse(argv: Sequence[str] | None) -> BuildSettings:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns its exit status: 0, 2 for input that must be mended, 130 interrupted."""
-  logging.use_absl_handler()
-  logging.set_verbosity(logging.INFO)
+  console.log_plainly()
   try:
     settings = _parse(argv)
     _report(build(settings), settings.output)

@@ -501,7 +501,8 @@ def _tfds_builder(name: str) -> tuple[Any, str, str | None]:
     builder = tfds.builder(match['name'])
     builder.download_and_prepare()
   except Exception as error:  # Whatever a builder does: network, disk, manual downloads.
-    raise CorpusError(f'{name}: tensorflow-datasets cannot give it: {error}') from error
+    why = str(error).partition('\n')[0]  # More lines would list all data sets there are.
+    raise CorpusError(f'{name}: tensorflow-datasets cannot give it: {why}') from error
   split = match['split'] or 'train'
   try:
     examples = builder.info.splits[split].num_examples

@@ -6,7 +6,6 @@
 
 import argparse
 import json
-import logging as std_logging
 import os
 import sys
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from typing import Any
 from absl import logging
 from etils import epath
 
+from bertjax.data import console
 from bertjax.data.encoding import Encoding, Tokenizer, TokenizerError
 from bertjax.data.text_rules import AlbertRules, TextRules
 
@@ -244,9 +244,7 @@ def _encode_command(args: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
   """The command line; 0 when all went well, 2 with one message for bad usage or input."""
   args = _parser().parse_args(arguments)
-  # absl's own handler complains that its flags were not parsed; this command has none.
-  std_logging.basicConfig(format='%(message)s')
-  logging.set_verbosity(logging.INFO)
+  console.log_plainly()
   try:
     {'train': _train_command, 'encode': _encode_command}[args.command](args)
   except BrokenPipeError:

@@ -20,6 +20,8 @@ import sys
 import tempfile
 import time
 
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # before anything loads TensorFlow
+
 import numpy as np
 
 import bertjax

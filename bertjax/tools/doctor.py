@@ -18,7 +18,7 @@ from absl import logging
 from jaxtyping import Int
 
 from bertjax import settings as settings_lib
-from bertjax.data import pretrain, sampling, shards
+from bertjax.data import console, pretrain, sampling, shards
 from bertjax.data.encoding import Tokenizer, TokenizerError
 
 _SAMPLE = 2**20  # Sentences, documents and tokens that are looked at, per shard.
@@ -166,6 +166,12 @@ def check_examples(
       'max_predictions_per_seq=0 derives it from the length'))
   labelled = examples['next_sentence_weights'] > 0
   if settings.next_sentence != 'none':
+    found = stream.statistics
+    share = found.long_sentences / found.num_sentences
+    findings.append(_judge(
+        'warning', share <= 0.01, f'{found.long_sentences:,} of {found.num_sentences:,} sentences '
+        f'({share:.1%}) are longer than an example of length {settings.seq_length} and are cut',
+        'cut lines into sentences, or a longer seq_length, or data.next_sentence="none"'))
     share = float(examples['next_sentence_labels'][labelled].mean()) if labelled.any() else 1.0
     findings.append(_judge(
         'problem' if share in (0, 1) else 'warning', 0.35 <= share <= 0.75,
@@ -333,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--num_examples', type=int, default=4096, help='examples to measure')
   parser.add_argument('--no_hashes', action='store_true', help='do not read all files')
   args = parser.parse_args(argv)
-  logging.use_absl_handler()
+  console.log_plainly(logging.ERROR)  # What the pipeline warns of is among the findings.
   findings, shown = diagnose(args.data, args.config, args.num_examples, not args.no_hashes)
   for line in [*findings, *shown]:
     print(line)
