@@ -30,6 +30,10 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
 )
 
 
+class MeshError(ValueError):
+  """A mesh that the devices cannot form; the message says the mend."""
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshSettings:
   """Devices along each axis; one of them may be -1, for as many as there are."""
@@ -43,16 +47,16 @@ def make_mesh(settings: MeshSettings, devices: list | None = None) -> Mesh:
   """The mesh over all devices (or those given).
 
   Raises:
-    ValueError: the axes do not multiply to the number of devices, with the mend.
+    MeshError: the axes do not multiply to the number of devices, with the mend.
   """
   devices = jax.devices() if devices is None else devices
   sizes = [getattr(settings, axis) for axis in AXES]
   fixed = int(np.prod([size for size in sizes if size != -1]))
   if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
-    raise ValueError(
+    raise MeshError(
         f'mesh {dict(zip(AXES, sizes, strict=True))}: sizes are positive, one may be -1')
   if len(devices) % fixed or (-1 not in sizes and fixed != len(devices)):
-    raise ValueError(
+    raise MeshError(
         f'mesh {dict(zip(AXES, sizes, strict=True))} does not fit {len(devices)} devices; '
         f'set one axis to -1 and let the others divide {len(devices)}')
   sizes = [len(devices) // fixed if size == -1 else size for size in sizes]

@@ -41,8 +41,8 @@ from bertjax.settings import ConfigError, Settings
 
 # What a user can cause and mend: told in words, without a trace.
 EXPECTED_ERRORS = (
-    ConfigError, prepare.DataError, ShardError, SamplingError, TokenizerError, CorpusError,
-    BuildError, checkpoint.CheckpointError, NonFiniteError)
+    ConfigError, sharding.MeshError, prepare.DataError, ShardError, SamplingError, TokenizerError,
+    CorpusError, BuildError, checkpoint.CheckpointError, NonFiniteError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +156,7 @@ def _train_phase(
   shapes = loader.global_shapes(pretrain.batch_shapes(stream.settings, here.batch_size), setup.mesh)
   compiled = train_step.lower(like, shapes).compile()
   writer.start_phase(here.batch_size, _flops_per_example(setup, phase))
+  writer.write('data', first, dataclasses.asdict(stream.statistics))  # realised rate of pairs, ...
 
   # --- The loop. The order is a contract: evaluate, save, fetch, step, push ---------------------
   for step in range(first, end):
