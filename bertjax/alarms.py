@@ -9,7 +9,15 @@ from collections.abc import Mapping
 
 
 class NonFiniteError(ArithmeticError):
-  """A loss or the gradient norm is NaN or infinite; the weights after this step are worthless."""
+  """A loss or the gradient norm is NaN or infinite; the weights after this step are worthless.
+
+  Attributes:
+    ruined_step: the first step after which the weights are known to be worthless.
+  """
+
+  def __init__(self, message: str, ruined_step: int):
+    super().__init__(message)
+    self.ruined_step = ruined_step
 
 
 @dataclasses.dataclass
@@ -101,12 +109,23 @@ class Alarms:
     return message
 
 
-def check_finite(step: int, metrics: Mapping[str, int | float]) -> None:
-  """Raises NonFiniteError, naming the step and the metrics, unless all are finite."""
+def check_finite(
+    step: int, metrics: Mapping[str, int | float], weights_of: int | None = None
+) -> None:
+  """Raises NonFiniteError, naming the step and the metrics, unless all are finite.
+
+  Args:
+    step: the step that the metrics are reported for.
+    metrics: sums and norms.
+    weights_of: the step whose weights the losses were computed with; of a training step those are
+      the weights before its own update.
+  """
+  weights_of = step - 1 if weights_of is None else weights_of
   broken = [f'{name} is {value}' for name, value in metrics.items() if not math.isfinite(value)]
   if broken:
     raise NonFiniteError(
         f'step {step}: {", ".join(broken)}. Training stops here and this state is not saved; the '
         'last checkpoint is good. Go on from it with a lower learning rate, a longer warm-up or '
-        'a smaller clip_norm; if it happens at this very step again, look at the data of the step.'
+        'a smaller clip_norm; if it happens at this very step again, look at the data of the step.',
+        weights_of if any('loss' in text for text in broken) else step,
     )

@@ -4,6 +4,7 @@ A checkpoint carries its configuration and tokenizer, so a path is all that is n
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -66,18 +67,27 @@ class Pretrained:
     if len(ids) > self.config.max_position_embeddings:
       raise MaskError(f'{len(ids)} tokens, but the model takes '
                       f'{self.config.max_position_embeddings}; shorten the text')
-    # Rows of few lengths, so that few programs are compiled.
-    length = min(-(-len(ids) // 32) * 32, self.config.max_position_embeddings)
+    # Rows and predictions of few sizes, so that few programs are compiled.
+    length = min(_round_up(len(ids), 32), self.config.max_position_embeddings)
     row = np.full((1, length), tokenizer.pad_id, np.int32)
     row[0, :len(ids)] = ids
     mask = (np.arange(length) < len(ids)).astype(np.int32)[None]
-    positions = np.flatnonzero(row[0] == tokenizer.mask_id)
-    logits = _masked_lm_logits(self.graphdef)(
-        self.params, jnp.asarray(row), jnp.asarray(mask), jnp.asarray(positions[None], jnp.int32))
+    masked = np.flatnonzero(row[0] == tokenizer.mask_id)
+    positions = np.zeros((1, _round_up(len(masked), 8)), np.int32)
+    positions[0, :len(masked)] = masked
+    logits = self._masked_lm_logits(row, mask, positions)[:len(masked)]
     probabilities = np.asarray(jax.nn.softmax(logits))
     best = np.argsort(-probabilities, axis=-1)[:, :top]
     return [[Guess(tokenizer.token(i), float(row[i])) for i in ids]
             for row, ids in zip(probabilities, best, strict=True)]
+
+  @functools.cached_property
+  def _masked_lm_logits(self) -> Callable:
+    def logits(params, input_ids, attention_mask, positions):
+      model = nnx.merge(self.graphdef, params)
+      return model(input_ids, jnp.zeros_like(input_ids), attention_mask, positions)[0]
+
+    return functools.partial(jax.jit(logits), jax.device_put(self.params))
 
 
 def load(path: epath.PathLike, step: int | None = None) -> Pretrained:
@@ -99,9 +109,5 @@ def load(path: epath.PathLike, step: int | None = None) -> Pretrained:
       tokenizer=tokenizer_lib.load(checkpoint.tokenizer_folder(path, step)), metadata=metadata)
 
 
-def _masked_lm_logits(graphdef: nnx.GraphDef) -> Callable:
-  def logits(params, input_ids, attention_mask, positions):
-    model = nnx.merge(graphdef, params)
-    return model(input_ids, jnp.zeros_like(input_ids), attention_mask, positions)[0]
-
-  return jax.jit(logits)
+def _round_up(number: int, multiple: int) -> int:
+  return -(-number // multiple) * multiple

@@ -253,6 +253,18 @@ class Checkpoints:
       self.wait()
     return True
 
+  def discard(self, step: int):
+    """Removes a step whose weights turned out to be ruined, if an older complete one is there."""
+    self.wait()
+    whole = [number for number, folder in step_folder.steps(self.root).items()
+             if step_folder.damage(folder) is None]
+    if jax.process_index() == 0 and step in whole and min(whole) < step:
+      folder = self.root / str(step)
+      logging.warning('Removing %s: its weights give no finite loss', folder)
+      (folder / step_folder.COMMIT).unlink(missing_ok=True)  # half of it must not look whole
+      folder.rmtree()
+    self._good.discard(step)
+
   def wait(self):
     """Waits for the save under way and raises CheckpointError if it failed."""
     pending, self._pending = self._pending, None

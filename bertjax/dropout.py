@@ -57,8 +57,10 @@ def dropout(
   if keys is None or rate == 0.0:
     return x
   size = math.prod(x.shape) // keys.shape[0]
-  position = jax.lax.iota(jnp.uint32, size) * jnp.uint32(_GOLDEN)
-  bits = mix(keys[:, None] + position[None, :]).reshape(x.shape)
+  # Mixed before the two words meet, or a row whose key is a few counters away would repeat the mask
+  # of another, shifted. The inner hash has no row axis and costs next to nothing.
+  position = mix(jax.lax.iota(jnp.uint32, size) + jnp.uint32(_GOLDEN))
+  bits = mix(keys[:, None] ^ position[None, :]).reshape(x.shape)
   keep_share = 1.0 - rate
   threshold = min(round(keep_share * 2**32), 2**32 - 1)
   return jnp.where(bits < jnp.uint32(threshold), x / jnp.asarray(keep_share, x.dtype), 0)

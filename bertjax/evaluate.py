@@ -20,8 +20,12 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument('--split', default='heldout', choices=['heldout', 'train'])
   parser.add_argument('--seq_length', type=int, help='default: that of the first phase')
   parser.add_argument('--batch_size', type=int, default=64)
-  parser.add_argument('--max_examples', type=int, help='a fixed choice of so many; default: all')
+  parser.add_argument('--max_examples', type=int, default=4096,
+                      help='a fixed choice of so many of the documents\' examples')
   args = parser.parse_args(argv)
+  for name in ('batch_size', 'max_examples'):
+    if getattr(args, name) < 1:
+      parser.error(f'--{name} must be at least 1')
 
   from bertjax import api, train
 
@@ -50,6 +54,10 @@ def evaluate(pretrained, args: argparse.Namespace) -> dict[str, float]:
         f'{args.data} was built with another tokenizer than the model; build it with the one in '
         'the checkpoint')
   trained = settings.from_config(pretrained.metadata['config'])
+  longest = pretrained.config.max_position_embeddings
+  if args.seq_length and not 8 <= args.seq_length <= longest:
+    raise settings.ConfigError(f'--seq_length {args.seq_length} is not between 8 and the '
+                               f'{longest} positions of the model')
   splits = corpora.heldout if args.split == 'heldout' else corpora.train
   if not splits:
     raise settings.ConfigError(
@@ -59,8 +67,10 @@ def evaluate(pretrained, args: argparse.Namespace) -> dict[str, float]:
     evaluator = startup.evaluator_on(
         splits, corpora.tokenizer, trained, pretrained.graphdef, objectives.PRETRAINING, mesh,
         seq_length=args.seq_length, batch_size=args.batch_size, max_examples=args.max_examples)
-    values = metrics.means(evaluator.run(pretrained.params))
-  return {'step': pretrained.metadata['step'], 'split': args.split} | values
+    params = jax.device_put(pretrained.params, sharding.shardings(pretrained.params, mesh))
+    values = metrics.heldout_means(evaluator.run(params))
+  return {'step': pretrained.metadata['step'], 'split': args.split,
+          'num_examples': evaluator.num_examples} | values
 
 
 if __name__ == '__main__':

@@ -22,12 +22,19 @@ _CONFIG = config_flags.DEFINE_config_file('config', None, 'configs/NAME.py')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'folder of checkpoints and logs, local or gs://')
 _COORDINATOR = flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0')
 _PROCESSES = flags.DEFINE_integer('num_processes', None, 'how many processes train together')
+_DISTRIBUTED = flags.DEFINE_boolean(
+    'distributed', False, 'several processes, found out from Cloud TPU, Slurm or GKE')
 _PROCESS = flags.DEFINE_integer('process_id', None, 'which of them this is')
 
 
 def main(argv: Sequence[str]) -> int:
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}')
+  given = [flag.value is not None for flag in (_COORDINATOR, _PROCESSES, _PROCESS)]
+  if any(given) and not all(given):
+    raise app.UsageError(
+        '--coordinator_address, --num_processes and --process_id go together: without one of them '
+        'each process would train alone, into one workdir')
   logging.set_verbosity(logging.INFO)
   logging.get_absl_handler().setFormatter(
       python_logging.Formatter('%(asctime)s %(levelname).1s %(message)s', '%H:%M:%S'))
@@ -36,7 +43,9 @@ def main(argv: Sequence[str]) -> int:
 
   from bertjax import train
 
-  if _PROCESSES.value:
+  if _DISTRIBUTED.value:
+    jax.distributed.initialize()  # asks the environment: Cloud TPU, Slurm, GKE
+  elif _PROCESSES.value is not None:
     jax.distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
   try:
     return train.train(_CONFIG.value, _WORKDIR.value)

@@ -113,6 +113,15 @@ def means(sums: Mapping[str, Number]) -> dict[str, float]:
   return result
 
 
+def heldout_means(sums: Mapping[str, Number]) -> dict[str, float]:
+  """`means` of an evaluation, with `masked_lm_perplexity`: the exponential of masked_lm_loss."""
+  values = means({name: float(value) for name, value in sums.items()})
+  if 'masked_lm_loss' in values:
+    # Beyond 700 nats the exponential overflows; such a model has no perplexity to speak of.
+    values['masked_lm_perplexity'] = math.exp(min(values['masked_lm_loss'], 700.0))
+  return values
+
+
 class StepTimer:
   """Seconds per step without the first, which compiles, and without evaluation and saving.
 
@@ -214,8 +223,8 @@ class JsonLines:
         # Only a kill in the middle of a write leaves such a line, and what it said comes again.
         logging.warning('%s, line %d: not a record, dropped', self._path, number)
         continue
-      # The evaluation at the restored step itself is due again, and comes out the same.
-      if step < restored_step or (step == restored_step and record.get('split') != 'heldout'):
+      # What belongs to the restored step itself, but for its training record, is written again.
+      if step < restored_step or (step == restored_step and record.get('split') == 'train'):
         kept.append(line + '\n')
     text = ''.join(kept)
     if text != '\n'.join(lines):
@@ -333,11 +342,8 @@ class MetricsWriter:
       alarms.NonFiniteError: a loss of the evaluation is not finite.
     """
     sums = {name: float(value) for name, value in sums.items()}
-    check_finite(step, sums)
-    values = means(sums)
-    if 'masked_lm_loss' in values:
-      # Beyond 700 nats the exponential overflows; such a model has no perplexity to speak of.
-      values['masked_lm_perplexity'] = math.exp(min(values['masked_lm_loss'], 700.0))
+    check_finite(step, sums, weights_of=step)
+    values = heldout_means(sums)
     self._say(f'{self._head(step)}  held-out  {_losses_text(values)}')
     self.write('heldout', step, values)
     return values

@@ -31,6 +31,7 @@ REMAT_POLICIES = {
     'dots': jax.checkpoint_policies.dots_saveable,
     'full': jax.checkpoint_policies.nothing_saveable,
 }
+DTYPES = ('float32', 'bfloat16', 'float16')
 VOCAB_MULTIPLE = 128  # rows of the word table are padded to a multiple of this, for matrix units
 
 
@@ -71,7 +72,7 @@ class BertConfig:
           f'{self.num_attention_heads}; try hidden_size '
           f'{-(-self.hidden_size // self.num_attention_heads) * self.num_attention_heads}')
     for name, known in (('hidden_act', ACTIVATIONS), ('remat', REMAT_POLICIES),
-                        ('dtype', ('float32', 'bfloat16', 'float16'))):
+                        ('dtype', DTYPES)):
       if getattr(self, name) not in known:
         raise ValueError(f'model.{name} {getattr(self, name)!r} is not one of {", ".join(known)}')
     for name in ('hidden_dropout_prob', 'attention_probs_dropout_prob'):

@@ -66,6 +66,13 @@ class DataSettings:
     if not self.path and not self.input:
       raise ConfigError('no data: give --config.data.path=SHARDS (see bertjax.data.build) or '
                         '--config.data.input=TEXT')
+    if self.weights and len(self.weights) != len(self.paths):
+      raise ConfigError(f'data.weights has {len(self.weights)} numbers for {len(self.paths)} '
+                        'folders in data.path; give one for each')
+    if any(not weight > 0 for weight in self.weights):
+      raise ConfigError(f'data.weights {self.weights}: every weight must be positive')
+    if not 0 <= self.sampling_exponent <= 1:
+      raise ConfigError(f'data.sampling_exponent is {self.sampling_exponent}; it must be in [0, 1]')
 
   @property
   def paths(self) -> tuple[str, ...]:
@@ -107,6 +114,12 @@ class CheckpointSettings:
   keep_last: int = 3
   keep_every: int = 0
 
+  def __post_init__(self):
+    if self.every < 1 or self.keep_last < 1 or self.keep_every < 0:
+      raise ConfigError(
+          f'checkpoint: every {self.every} and keep_last {self.keep_last} must be at least 1, '
+          f'keep_every {self.keep_every} at least 0')
+
 
 @dataclasses.dataclass(frozen=True)
 class HeldoutSettings:
@@ -115,6 +128,12 @@ class HeldoutSettings:
   every: int = 1000
   max_examples: int = 4096
   batch_size: int = 0  # 0: that of the phase
+
+  def __post_init__(self):
+    if self.every < 0 or self.max_examples < 1 or self.batch_size < 0:
+      raise ConfigError(
+          f'heldout: every {self.every} and batch_size {self.batch_size} must not be negative, '
+          f'max_examples {self.max_examples} must be at least 1')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,10 +225,19 @@ def from_config(config: ml_collections.ConfigDict | Mapping[str, Any]) -> Settin
       _dataclass(Phase, phase, f'phases[{i}]') for i, phase in enumerate(phases))
   settings = _dataclass(Settings, values, '')
   settings.bert_config(settings.model.get('vocab_size', 0) or 1)
+  if settings.model.get('dtype') == 'float16':
+    raise ConfigError('model.dtype float16 would need loss scaling to train; use bfloat16')
+  if settings.log_every < 1:
+    raise ConfigError(f'log_every is {settings.log_every}; it must be at least 1')
   for i, phase in enumerate(settings.phases):
     for name in ('seq_length', 'batch_size', 'num_steps', 'accumulate'):
       if getattr(phase, name) < 1:
         raise ConfigError(f'phases[{i}].{name} is {getattr(phase, name)}; it must be at least 1')
+    if phase.warmup_steps and not phase.learning_rate:
+      raise ConfigError(f'phases[{i}].warmup_steps is {phase.warmup_steps}, but the phase begins '
+                        f'no schedule: set phases[{i}].learning_rate, or optimizer.warmup_steps')
+    if phase.restart_moments and i == 0:
+      raise ConfigError('phases[0].restart_moments: there are no moments before the first phase')
     if phase.batch_size % phase.accumulate:
       raise ConfigError(f'phases[{i}]: batch_size {phase.batch_size} is not divisible by '
                         f'accumulate {phase.accumulate}')
@@ -229,9 +257,12 @@ def check_batches(settings: Settings, batch_ways: int, num_processes: int) -> No
   Raises:
     ConfigError: naming the phase and the nearest batch size that fits.
   """
+  if batch_ways % num_processes:
+    raise ConfigError(
+        f'mesh: data * fsdp = {batch_ways} is not divisible by the {num_processes} processes, each '
+        'of which feeds its own rows; keep the model axis within a process')
   for i, phase in enumerate(settings.phases):
     ways = batch_ways * phase.accumulate
-    ways = ways if ways % num_processes == 0 else ways * num_processes
     if phase.batch_size % ways:
       near = max(ways, round(phase.batch_size / ways) * ways)
       raise ConfigError(
@@ -242,7 +273,7 @@ def check_batches(settings: Settings, batch_ways: int, num_processes: int) -> No
 # What a workdir may be resumed with although it was started with something else: none of it changes
 # which weights come out (up to the rounding of another mesh), or it lies in the future.
 MAY_CHANGE = ('mesh', 'checkpoint', 'heldout', 'log_every', 'model.remat', 'model.scan_unroll',
-              'data.num_workers', 'data.path', 'phases[].accumulate')
+              'data.num_workers', 'data.path', 'init_from')
 
 
 def differences(stored: Mapping[str, Any], current: Mapping[str, Any], step: int) -> list[str]:
@@ -270,7 +301,8 @@ def to_json(settings: Settings) -> dict[str, Any]:
 
 def _comparable(settings: Settings, step: int) -> dict[str, Any]:
   values = to_json(settings)
-  begun = [i for i, start in enumerate(settings.starts()) if start < max(step, 1)]
+  # What a phase starts anew is in the state that is saved at its first step: it has begun by then.
+  begun = [i for i, start in enumerate(settings.starts()) if start <= step]
   phases = values.pop('phases')
   optimizer = values.pop('optimizer')
   flat = dict(_flatten(values))

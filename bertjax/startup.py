@@ -7,6 +7,7 @@ import jax
 from absl import logging
 from etils import epath
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from bertjax import checkpoint, model, objectives, optim, state
@@ -38,7 +39,8 @@ def data_paths(settings: Settings, workdir: epath.Path) -> tuple[str, ...]:
   return (prepare.build_from_text(
       workdir, inputs=data.input, format=data.format, language=data.language,
       tokenizer_type=data.tokenizer_type, vocab_size=data.vocab_size, heldout=data.heldout,
-      num_workers=data.num_workers),)
+      num_workers=data.num_workers, process_index=jax.process_index(),
+      process_count=jax.process_count(), barrier=multihost_utils.sync_global_devices),)
 
 
 def stream(setup: Setup, phase: int) -> pretrain.ExampleStream:
@@ -81,14 +83,19 @@ def evaluator_on(
   ways = mesh.shape['data'] * mesh.shape['fsdp']
   rows = -(-batch_size // ways) * ways
   batches = pretrain.heldout_batches(stream, rows, jax.process_index(), jax.process_count())
-  return Evaluator(graphdef, objective, batches, mesh)
+  return Evaluator(graphdef, objective, batches, mesh, stream.num_examples)
 
 
-def alarms(setup: Setup, phase: int) -> Alarms:
+def alarms(setup: Setup) -> Alarms:
   """Judges a fifth of the run at a time, 2,000 steps at most."""
-  settings = setup.settings
-  return Alarms(setup.corpora.unigram_entropy, settings.optimizer_of(phase).warmup_steps,
-                window_steps=max(1, min(2000, settings.num_steps // 5)))
+  return Alarms(setup.corpora.unigram_entropy,
+                window_steps=max(1, min(2000, setup.settings.num_steps // 5)))
+
+
+def warmup_end(settings: Settings, phase: int) -> int:
+  """The step of the run at which the warm-up of the phase's schedule is over."""
+  begins = max(i for i in range(phase + 1) if settings.phases[i].learning_rate or i == 0)
+  return settings.starts()[begins] + settings.optimizer_of(phase).warmup_steps
 
 
 def refuse_other_config(workdir: epath.Path, step: int | None, metadata: dict) -> None:
@@ -107,11 +114,15 @@ def refuse_other_config(workdir: epath.Path, step: int | None, metadata: dict) -
 
 
 def first_state(
-    setup: Setup, checkpoints: checkpoint.Checkpoints, phase: int, step: int | None
+    setup: Setup, checkpoints: checkpoint.Checkpoints, step: int | None
 ) -> tuple[state.TrainState, int, str]:
-  """The state to begin with, its step, and in words where it comes from."""
+  """The state to begin with, its step, and in words where it comes from.
+
+  The step may be older than the one asked for, if that turns out not to be readable.
+  """
   settings = setup.settings
-  optimizer = optim.make(settings.optimizer_of(phase), setup.shapes)
+  # The structure of the optimizer's state is the same in every phase.
+  optimizer = optim.make(settings.optimizer_of(0), setup.shapes)
   like = state.abstract(setup.shapes, optimizer, setup.mesh)
   if step is not None:
     current, position = checkpoints.restore(like)

@@ -9,7 +9,7 @@ with the same weights, bit for bit, as one that was not.
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import ml_collections
@@ -29,7 +29,7 @@ from bertjax import (
 )
 from bertjax import settings as settings_lib
 from bertjax import step as step_lib
-from bertjax.alarms import NonFiniteError
+from bertjax.alarms import Alarms, NonFiniteError
 from bertjax.data import loader, prepare, pretrain
 from bertjax.data.build import BuildError
 from bertjax.data.corpus import CorpusError
@@ -54,6 +54,7 @@ class Run:
   checkpoints: checkpoint.Checkpoints
   writer: metrics.MetricsWriter
   evaluator: Evaluator | None
+  alarms: Alarms
 
 
 def train(config: ml_collections.ConfigDict, workdir: str) -> int:
@@ -76,9 +77,11 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
   settings_lib.check_batches(
       settings, mesh.shape['data'] * mesh.shape['fsdp'], jax.process_count())
 
+  # --- Data. Until it is there a signal ends the process at once: a build goes on where it was --
+  paths = startup.data_paths(settings, workdir)
+  corpora = prepare.open_corpora(paths)
+
   with stop.StopRequest() as stopping, jax.set_mesh(mesh):
-    # --- Data -----------------------------------------------------------------------------------
-    corpora = prepare.open_corpora(startup.data_paths(settings, workdir))
     bert = settings.bert_config(corpora.tokenizer.vocab_size)
 
     # --- Model ----------------------------------------------------------------------------------
@@ -100,26 +103,31 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
         return 0
 
       # --- State: own checkpoint, or given weights, or fresh ------------------------------------
-      phase = settings.phase_at(first or 0)
       setup = startup.Setup(settings, corpora, mesh, build, graphdef, shapes)
-      current, step, origin = startup.first_state(setup, checkpoints, phase, first)
+      current, step, origin = startup.first_state(setup, checkpoints, first)
+      phase = settings.phase_at(step)
       evaluator = startup.evaluator(setup)
       _log(startup.start_up_block(setup, bert, workdir, origin))
 
+      alarms = startup.alarms(setup)
       with metrics.MetricsWriter(
           workdir, total_steps=settings.num_steps, log_every=settings.log_every,
-          alarms=startup.alarms(setup, phase),
+          alarms=alarms,
           restored_step=step, baselines={'unigram_entropy': corpora.unigram_entropy}) as writer:
-        run = Run(setup, stopping, checkpoints, writer, evaluator)
+        run = Run(setup, stopping, checkpoints, writer, evaluator, alarms)
 
         # --- Phases -----------------------------------------------------------------------------
         for number in range(phase, len(settings.phases)):
-          current, step, stopped = _train_phase(run, number, current, step)
+          try:
+            current, step, stopped = _train_phase(run, number, current, step)
+          except NonFiniteError as error:
+            checkpoints.discard(error.ruined_step)  # saved before anything was computed with it
+            raise
           if stopped:
             return stop.SAVED
 
         # --- The end ----------------------------------------------------------------------------
-        _evaluate(run, current, step)
+        _evaluate(run, current, step, to_the_end=True)
         checkpoints.save(step, current, _position(settings, step), force=True)
         checkpoints.wait()
       _log(startup.farewell(workdir, step))
@@ -140,21 +148,22 @@ def _train_phase(
 
   # --- Input: the first batch is made, and TensorFlow loaded, while the step compiles -----------
   stream = startup.stream(setup, phase)
-  host_batches = pretrain.batches(
-      stream, here.batch_size, first - start, end - first, jax.process_index(), jax.process_count())
-  batches = loader.device_batches(_started(host_batches), setup.mesh)
+  batches = loader.device_batches(_begun(lambda: pretrain.batches(
+      stream, here.batch_size, first - start, end - first, jax.process_index(),
+      jax.process_count())), setup.mesh)
 
   # --- The step, compiled once for the phase ----------------------------------------------------
   optimizer_settings = settings.optimizer_of(phase)
   optimizer = optim.make(optimizer_settings, setup.shapes)
   like = state.abstract(setup.shapes, optimizer, setup.mesh)
-  if first == start and phase > 0:
-    current = _begin_phase(here, current, like)
   train_step = step_lib.jit_train_step(
       step_lib.TrainStep(setup.graphdef, objectives.PRETRAINING, optimizer, optimizer_settings,
                          settings.seed, here.accumulate), like)
   shapes = loader.global_shapes(pretrain.batch_shapes(stream.settings, here.batch_size), setup.mesh)
   compiled = train_step.lower(like, shapes).compile()
+  run.alarms.warmup_steps = startup.warmup_end(settings, phase)
+  if first == start and phase > 0:
+    current = _begin_phase(here, current, like)
   writer.start_phase(here.batch_size, _flops_per_example(setup, phase))
   writer.write('data', first, dataclasses.asdict(stream.statistics))  # realised rate of pairs, ...
 
@@ -183,26 +192,34 @@ def _is_due(every: int, step: int) -> bool:
   return bool(every and step and step % every == 0)
 
 
-def _started(batches: Iterator) -> Iterator:
-  """The same batches; the first is made in the background from now on."""
+def _begun(make: Callable[[], Iterator]) -> Iterator:
+  """The batches of `make()`; pipeline and first batch are made in the background from now on."""
+  def begin():
+    batches = make()
+    return next(batches), batches
+
   pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='first-batch')
-  first = pool.submit(next, batches)
+  begun = pool.submit(begin)
   pool.shutdown(wait=False)
 
   def joined():
-    yield first.result()
+    first, batches = begun.result()
+    yield first
     yield from batches
 
   return joined()
 
 
-def _evaluate(run: Run, current: state.TrainState, step: int) -> None:
-  """Writes the quality on the held-out split; a request to stop cuts it short."""
+def _evaluate(
+    run: Run, current: state.TrainState, step: int, to_the_end: bool = False
+) -> None:
+  """Writes the quality on the held-out split; a request to stop cuts it short, but for the last."""
   if run.evaluator is None:
     return
   run.writer.wait()
   with run.writer.timer.excluded():
-    sums = run.evaluator.run(current.params, lambda: run.stopping.noticed)
+    sums = run.evaluator.run(
+        current.params, lambda: run.stopping.noticed and not to_the_end)
     if sums is not None:
       run.writer.write_heldout(step, sums)
 

@@ -1,9 +1,11 @@
 """The build command: the shards hold the text, whole or not at all, the same for any workers."""
 
+import errno
 import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -330,6 +332,76 @@ def test_a_second_build_in_the_same_folder_is_refused(tmp_path, vocabulary):
     run([tmp_path / 'a.txt'], vocabulary, tmp_path / 'out')
 
 
+# --- Disks -----------------------------------------------------------------------------------
+
+
+def separate_disks(monkeypatch, folder):
+  """Renames into or out of `folder` fail as between two file systems."""
+  for name in ('rename', 'replace'):
+    original = getattr(os, name)
+
+    def rename(source, target, original=original):
+      one, other = (pathlib.Path(path).is_relative_to(folder) for path in (source, target))
+      if one != other:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source), str(target))
+      original(source, target)
+
+    monkeypatch.setattr(os, name, rename)
+
+
+def test_scratch_may_be_on_another_disk(tmp_path, vocabulary, monkeypatch):
+  make_corpus(tmp_path / 'a.txt', 200)
+  make_corpus(tmp_path / 'b.txt', 300, seed=1)
+  run([tmp_path / 'b.txt'], vocabulary, tmp_path / 'whole')
+  run([tmp_path / 'a.txt'], vocabulary, tmp_path / 'out')
+  (tmp_path / 'out' / '.incoming').mkdir()
+  (tmp_path / 'out' / '.incoming' / 'half').write_bytes(b'of a build that was killed')
+  separate_disks(monkeypatch, tmp_path / 'scratch')
+  scratch = str(tmp_path / 'scratch' / 'build')
+  run([tmp_path / 'b.txt'], vocabulary, tmp_path / 'out', overwrite=True, scratch=scratch)
+  assert contents(tmp_path / 'out') == contents(tmp_path / 'whole')
+  assert list(shards.verify_files(tmp_path / 'out')) == []
+  assert not os.path.exists(scratch) and not (tmp_path / 'out' / '.incoming').exists()
+
+
+def test_a_full_disk_is_said_and_harms_no_finished_set(tmp_path, vocabulary, monkeypatch):
+  make_corpus(tmp_path / 'a.txt', 200)
+  make_corpus(tmp_path / 'b.txt', 300, seed=1)
+  run([tmp_path / 'a.txt'], vocabulary, tmp_path / 'out')
+  before = contents(tmp_path / 'out')
+  more = {'overwrite': True, 'scratch': str(tmp_path / 'scratch')}
+  with monkeypatch.context() as patch:
+    separate_disks(patch, tmp_path / 'scratch')
+    copied = []
+
+    def fill_up(reader, writer, length):
+      copied.append(reader.name)
+      if len(copied) == 4:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+      writer.write(reader.read())
+
+    patch.setattr(shutil, 'copyfileobj', fill_up)
+    with pytest.raises(build.BuildError, match='No space left on device') as raised:
+      run([tmp_path / 'b.txt'], vocabulary, tmp_path / 'out', **more)
+  assert str(tmp_path / 'out') in str(raised.value)
+  assert before.items() <= contents(tmp_path / 'out').items()
+  shards.open_split(tmp_path / 'out')
+  run([tmp_path / 'b.txt'], vocabulary, tmp_path / 'out', **more)
+  run([tmp_path / 'b.txt'], vocabulary, tmp_path / 'fresh')
+  assert contents(tmp_path / 'out') == contents(tmp_path / 'fresh')
+
+
+def test_what_the_system_refuses_is_told_with_the_path(tmp_path, vocabulary, capsys):
+  make_corpus(tmp_path / 'a.txt', 20)
+  (tmp_path / 'file').write_text('no folder', encoding='utf-8')
+  with pytest.raises(build.BuildError, match='file/out'):
+    run([tmp_path / 'a.txt'], vocabulary, tmp_path / 'file' / 'out')
+  arguments = ['--input', tmp_path / 'a.txt', '--tokenizer', vocabulary, '--output']
+  assert build.main([*map(str, arguments), str(tmp_path / 'file' / 'out')]) == 2
+  assert 'file/out' in capsys.readouterr().err
+  assert issubclass(build.units.WorkerError, build.BuildError)
+
+
 # --- Workers, kills and resumption -----------------------------------------------------------
 
 
@@ -388,6 +460,20 @@ def test_a_worker_that_is_killed_fails_the_build(tmp_path, vocabulary):
   assert process.returncode == 2
   assert 'a worker process died' in errors and 'Traceback' not in errors
   assert not (tmp_path / 'out' / 'manifest.json').exists()
+
+
+def test_a_worker_that_dies_while_the_next_is_started_fails_the_build(
+    tmp_path, vocabulary, monkeypatch
+):
+  """What the pool then says depends on which of its pipes were closed by that time."""
+  make_corpus(tmp_path / 'a.txt', 300)
+  for error in (ValueError('bad value(s) in fds_to_keep'), OSError('handle is closed')):
+    def submit(self, *args, error=error):
+      raise error
+
+    monkeypatch.setattr(build.units.futures.ProcessPoolExecutor, 'submit', submit)
+    with pytest.raises(build.BuildError, match='a worker process died'):
+      run([tmp_path / 'a.txt'], vocabulary, tmp_path / 'out', num_workers=2, unit_bytes=2000)
 
 
 @pytest.mark.slow

@@ -41,9 +41,11 @@ def test_batches_come_in_order_and_run_ahead():
 
   batches = loader.device_batches(source(), make_mesh(2, 2, 1), ahead=2)
   first = next(batches)
-  assert taken == [0, 1, 2]
+  assert taken == [0]  # the first step waits for no other batch
+  second = next(batches)
+  assert taken == [0, 1, 2, 3]
   rest = list(batches)
-  steps = [int(b['next_sentence_weights'][0]) for b in [first, *rest]]
+  steps = [int(b['next_sentence_weights'][0]) for b in [first, second, *rest]]
   assert steps == list(range(6))
 
 

@@ -313,6 +313,14 @@ def test_dropout_differs_by_row_step_seed_and_site():
   assert max(abs(share - 0.5) for share in shifted) < 0.05
 
 
+def test_rows_whose_keys_are_a_few_counters_apart_do_not_share_a_shifted_mask():
+  keys = jnp.uint32(7) + jnp.arange(2, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+  masks = np.asarray(dropout.dropout(jnp.ones((2, 4096)), 0.5, keys)) == 0
+  for shift in range(-3, 4):
+    same = np.roll(masks[0], shift)[8:-8] == masks[1][8:-8]
+    assert abs(same.mean() - 0.5) < 0.04, shift
+
+
 def test_no_key_means_no_dropout():
   x = jnp.ones((2, 8))
   assert dropout.dropout(x, 0.5, None) is x

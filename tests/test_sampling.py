@@ -44,7 +44,7 @@ def pass_statistics(split, tok, seq_length, cap, whole_words, seed):
         random_words='vocabulary', seed=100 * seed + walk,
     ), heldout=True)
     collected.append(stream.batch(np.arange(stream.num_examples)))
-    rows = stream._samplers[0].examples(np.arange(stream.num_examples))
+    rows = stream.samplers[0].examples(np.arange(stream.num_examples))
     short = rows['target'] < seq_length - 3
     from_short += short.sum()
     short_passes += len(np.unique(rows['document'][short]))

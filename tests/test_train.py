@@ -149,7 +149,7 @@ def test_b132_heldout_metrics_do_not_depend_on_batch_size_or_devices(home, whole
                batch_size, '--max_examples', 13, devices=devices)
     assert done.returncode == 0, done.stderr
     results.append(json.loads(done.stdout))
-  assert results[0]['num_examples'] == 13 if 'num_examples' in results[0] else True
+  assert results[0]['num_examples'] == 13
   for other in results[1:]:
     for name, value in results[0].items():
       if isinstance(value, float):
@@ -158,20 +158,28 @@ def test_b132_heldout_metrics_do_not_depend_on_batch_size_or_devices(home, whole
 
 @pytest.mark.slow
 def test_b058_b075_kill_at_any_moment_and_resume_ends_bit_for_bit_the_same(home, whole, tmp_path):
-  """Ten kill -9, from start-up to the middle of saves; the log tells one history, too."""
-  draw = random.Random(1)
-  for _ in range(10):
-    process = start(home, tmp_path)
-    for line in process.stderr:
-      if 'step' in line and 'loss' in line:
-        break
-    time.sleep(draw.uniform(0, 0.6))
-    process.kill()
+  """Ten kill -9 that each hit a living run: start-up, restore, compile, steps and saves."""
+  draw, kills, began, after_start = random.Random(1), 0, 0, 0
+  while kills < 10:
+    began += 1
+    process = start(home, tmp_path, '--config.checkpoint.every=1')
+    if began % 2:  # at a random moment after the loop began, or anywhere in the run
+      for line in process.stderr:
+        if 'step' in line and 'loss' in line:
+          break
+      time.sleep(draw.uniform(0, 0.3))
+    else:
+      time.sleep(draw.uniform(0.2, 9))
+    if process.poll() is None:
+      process.kill()
+      kills += 1
+      after_start += began % 2
     process.wait()
     process.stderr.close()
+    assert began < 25, f'only {kills} of {began} runs were alive when they were to be killed'
+  assert after_start >= 3
   done = train(home, tmp_path)
   assert done.returncode == 0, done.stderr
-  assert 'resumed at step' in done.stderr or 'Training is complete' in done.stderr
   assert final_hash(tmp_path) == final_hash(whole)
   assert [r['step'] for r in records(tmp_path, 'heldout')] == [25, 50, 75, 80]
   np.testing.assert_allclose([r['masked_lm_loss'] for r in records(tmp_path, 'heldout')],
@@ -262,9 +270,12 @@ def test_b065_a_loss_that_is_not_finite_stops_the_run_and_the_last_checkpoint_is
   done = train(home, tmp_path, '--config.optimizer.learning_rate=1e30',
                '--config.optimizer.clip_norm=0.0', '--config.checkpoint.every=1')
   assert done.returncode == 1 and 'Traceback' not in done.stderr
-  assert 'step ' in done.stderr and 'is nan' in done.stderr or 'is inf' in done.stderr
+  assert 'is nan' in done.stderr or 'is inf' in done.stderr
   for leaf in checkpoint.leaves(checkpoint.restore_params(tmp_path)).values():
     assert np.isfinite(leaf).all()
+  # Good means that it gives a finite loss, not only that its weights are numbers.
+  done = run('bertjax.evaluate', '--checkpoint', tmp_path, '--data', home / 'shards')
+  assert 0 < json.loads(done.stdout)['masked_lm_loss'] < 100
 
 
 @pytest.mark.parametrize('more, mend', [

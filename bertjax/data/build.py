@@ -31,16 +31,10 @@ import bertjax
 from bertjax.data import assembly, console, corpus, shards, units
 from bertjax.data import tokenizer as tokenizer_lib
 from bertjax.data.encoding import Tokenizer, TokenizerError
-
-
-class BuildError(RuntimeError):
-  """A build that cannot start or go on; the message says why and what to do."""
-
+from bertjax.data.units import BuildError
 
 # What a user can mend: the command prints these without a traceback.
-_REPORTED = (
-    BuildError, units.WorkerError, corpus.CorpusError, shards.ShardError, TokenizerError, OSError,
-)
+_REPORTED = (BuildError, corpus.CorpusError, shards.ShardError, TokenizerError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +81,24 @@ def build(settings: BuildSettings) -> shards.Manifest:
   """Builds a data set and returns its manifest.
 
   Raises:
-    BuildError, WorkerError, CorpusError, ShardError, TokenizerError: each says what to mend.
+    BuildError: settings that cannot be, a worker that died, a disk that is full or not to be
+      written to.
+    CorpusError, ShardError, TokenizerError: from reading the text or the tokenizer.
   """
-  output = epath.Path(settings.output)
+  try:
+    return _build(settings, epath.Path(settings.output))
+  except OSError as error:
+    raise BuildError(
+        f'the build of {settings.output} cannot go on: {error}. When that is mended, start it '
+        f'again: the units finished in {_scratch(settings)} are kept'
+    ) from error
+
+
+def _scratch(settings: BuildSettings) -> pathlib.Path:
+  return pathlib.Path(settings.scratch or os.path.join(settings.output, '.partial'))
+
+
+def _build(settings: BuildSettings, output: epath.Path) -> shards.Manifest:
   if (output / shards.MANIFEST).exists() and not settings.overwrite:
     raise BuildError(f'{output} already holds a finished data set; --overwrite replaces it')
   tokenizer = tokenizer_lib.load(
@@ -100,7 +109,7 @@ def build(settings: BuildSettings) -> shards.Manifest:
   sources = [corpus.inspect(name, settings.read) for name in corpus.expand(settings.inputs)]
   _log_formats(sources, settings)
   plan = corpus.plan_pieces(sources, settings.read, settings.unit_bytes)
-  folder = pathlib.Path(settings.scratch or output / '.partial')
+  folder = _scratch(settings)
   folder.mkdir(parents=True, exist_ok=True)
   with _lock(folder):
     _prepare(folder, _plan_key(plan, tokenizer, settings))
@@ -116,9 +125,7 @@ def build(settings: BuildSettings) -> shards.Manifest:
     manifest = _manifest(settings, sources, tokenizer, splits, tally)
     _warn(manifest, tally)
     (folder / 'tokenizer').rename(folder / 'assembled' / 'tokenizer')
-    shards.remove_data_set(output)
-    shards.move_into(folder / 'assembled', output)
-    shards.write_manifest(output, manifest)
+    shards.replace_data_set(folder / 'assembled', output, manifest)
     shutil.rmtree(folder)
   return manifest
 
@@ -210,6 +217,7 @@ def _manifest(settings, sources, tokenizer, splits, tally: assembly.Tally) -> sh
           'inputs': list(settings.inputs),
           'num_inputs': len(sources),
           'num_bytes': sum(source.size for source in sources),
+          'format': settings.read.format,
           'formats': sorted({source.format for source in sources}),
           'language': settings.read.language,
           'text_field': settings.read.text_field,

@@ -99,7 +99,10 @@ def split_rows(
 
 
 def write_files(folder: epath.PathLike, files: dict[str, bytes]) -> None:
-  """Writes files into a folder so that each is there whole or not at all."""
+  """Writes files into a folder so that each is there whole or not at all.
+
+  They come in the order given: where the last is, all are.
+  """
   folder = epath.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   for name, content in files.items():

@@ -6,13 +6,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-DATA_AXES = ('data', 'fsdp')
-
-
-def batch_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-  """How a batch lies on the mesh: its first axis cut over the axes 'data' and 'fsdp'."""
-  axes = tuple(axis for axis in DATA_AXES if axis in mesh.axis_names)
-  return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axes))
+from bertjax.sharding import batch_sharding
 
 
 def to_devices(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
@@ -39,9 +33,9 @@ def device_batches(
   Transfers run in the background: JAX returns from a transfer before it is done.
   """
   queue = collections.deque()
-  for batch in batches:
+  for number, batch in enumerate(batches):
     queue.append(to_devices(batch, mesh))
-    if len(queue) > ahead:
+    if number == 0 or len(queue) > ahead:  # the first step need not wait for the others' batches
       yield queue.popleft()
   yield from queue
 

@@ -97,6 +97,10 @@ class ExampleStream:
 
   Attributes:
     settings: the settings it was made with.
+    tokenizer: the tokenizer it was made with.
+    rule: the task and the length, as sampling.py takes them.
+    samplers: of each corpus, the one that turns numbers into rows of sampling.EXAMPLE.
+    with_borders: of each corpus, whether borders of words were given with its text.
     num_examples: examples per epoch. With several corpora the sum of theirs; each runs through its
       own epochs at the pace its weight gives. For held-out data: exactly all there are.
     statistics: mean length, padding and share of random pairs as they turn out, from a sample.
@@ -132,39 +136,25 @@ class ExampleStream:
     splits = [sources] if isinstance(sources, shards_lib.Split) else list(sources)
     if weights is not None and len(weights) != len(splits):
       raise ValueError(f'{len(weights)} mixture weights for {len(splits)} corpora')
-    self.settings, self._tokenizer = settings, tokenizer
-    self._rule = sampling.Rule(
-        settings.next_sentence, settings.seq_length, settings.short_seq_prob
-    )
+    self.settings, self.tokenizer = settings, tokenizer
+    self.rule = sampling.Rule(settings.next_sentence, settings.seq_length, settings.short_seq_prob)
+    self.with_borders = [all(s.words is not None for s in split.shards) for split in splits]
     self._corpora = [sampling.Corpus(split) for split in splits]
     self._masking = _masking_rule(tokenizer, settings)
     self._continuation = np.asarray(tokenizer.continuation, bool)
-    self._with_borders = [all(s.words is not None for s in split.shards) for split in splits]
-    seeds = [hashing.fold_int(settings.seed, c) for c in range(len(splits))]
-    if heldout:
-      limits = _shares([c.num_tokens for c in self._corpora], max_examples)
-      self._samplers = [
-          epochs.Enumeration(corpus, self._rule, seed, limit)
-          for corpus, seed, limit in zip(self._corpora, seeds, limits, strict=True)
-      ]
-    else:
-      self._samplers = [
-          epochs.Epochs(corpus, self._rule, seed)
-          for corpus, seed in zip(self._corpora, seeds, strict=True)
-      ]
-    sizes = [sampler.num_examples for sampler in self._samplers]
-    self.num_examples = sum(sizes)
-    self._ends = np.cumsum(sizes)
+    self.samplers = _make_samplers(self._corpora, self.rule, settings.seed, heldout, max_examples)
+    sizes = shares = [sampler.num_examples for sampler in self.samplers]
+    self.num_examples, self._ends = sum(sizes), np.cumsum(sizes)
     self._mixture = None
     if not heldout:
-      weights = weights or mixture.sampling_weights(sizes, sampling_exponent)
-      self._mixture = mixture.Mixture(weights, settings.seed)
+      shares = weights or mixture.sampling_weights(sizes, sampling_exponent)
+      self._mixture = mixture.Mixture(shares, settings.seed)
     self.statistics = stream_statistics.measure(
-        self._corpora, self._rule, sizes if heldout else weights, settings.seed
+        self._corpora, self.rule, shares, settings.seed
     )
     for split in splits:
       shards_lib.release_pages(split)
-    _log_choices(settings, self)
+    _log_choices(self, heldout)
 
   def batch(self, indices: Int[np.ndarray, 'b']) -> Batch:
     """The examples with the given numbers.
@@ -183,12 +173,12 @@ class ExampleStream:
     """
     rows, corpus = self._locate(indices.astype(np.int64))
     if len(self._corpora) == 1:
-      parts = sampling.resolve(self._corpora[0], rows, self._rule)
+      parts = sampling.resolve(self._corpora[0], rows, self.rule)
       return self._assemble(parts, rows['key'], corpus)
     parts = [np.empty(0)] * len(sampling.Parts._fields)
     for c in np.unique(corpus).tolist():
       here = corpus == c
-      some = sampling.resolve(self._corpora[c], rows[here], self._rule)
+      some = sampling.resolve(self._corpora[c], rows[here], self.rule)
       for field, values in enumerate(some):
         if not parts[field].size:
           parts[field] = np.empty(len(rows), values.dtype)
@@ -207,12 +197,12 @@ class ExampleStream:
     rows = np.empty(len(index), sampling.EXAMPLE)
     for c in np.unique(corpus).tolist():
       here = corpus == c
-      rows[here] = self._samplers[c].examples(number[here])
+      rows[here] = self.samplers[c].examples(number[here])
     return rows, corpus
 
   def _assemble(self, parts, keys, corpus):
     """Gathers tokens, adds [CLS] and [SEP], masks."""
-    settings, tokenizer = self.settings, self._tokenizer
+    settings, tokenizer = self.settings, self.tokenizer
     b, t = len(keys), settings.seq_length
     input_ids = np.full((b, t), tokenizer.pad_id, np.int32)
     word_starts = np.zeros((b, t), bool) if settings.whole_word_masking else None
@@ -255,7 +245,7 @@ class ExampleStream:
       flat[at : at + len_a] = tokens[shard_a][begin_a : begin_a + len_a]
       at += len_a + 1
       flat[at : at + len_b] = tokens[shard_b][begin_b : begin_b + len_b]
-      if word_starts is not None and self._with_borders[c]:
+      if word_starts is not None and self.with_borders[c]:
         shards = self._corpora[c].shards
         word_starts[row, 1 : 1 + len_a] = shards[shard_a].word_starts(
             np.arange(begin_a, begin_a + len_a)
@@ -263,8 +253,8 @@ class ExampleStream:
         word_starts[row, 2 + len_a : 2 + len_a + len_b] = shards[shard_b].word_starts(
             np.arange(begin_b, begin_b + len_b)
         )
-    if word_starts is not None and not all(self._with_borders):
-      rows = ~np.asarray(self._with_borders)[corpus]
+    if word_starts is not None and not all(self.with_borders):
+      rows = ~np.asarray(self.with_borders)[corpus]
       word_starts[rows] = ~self._continuation[input_ids[rows]]
 
 
@@ -278,6 +268,21 @@ def _masking_rule(tokenizer: Any, settings: PretrainSettings) -> masking.Masking
   )
 
 
+def _make_samplers(
+    corpora: list[sampling.Corpus], rule: sampling.Rule, seed: int, heldout: bool,
+    max_examples: int | None,
+) -> list[epochs.Epochs] | list[epochs.Enumeration]:
+  """Of each corpus: its epochs, or (held out) one walk of at most its share of `max_examples`."""
+  seeds = [hashing.fold_int(seed, c) for c in range(len(corpora))]
+  if not heldout:
+    return [epochs.Epochs(c, rule, s) for c, s in zip(corpora, seeds, strict=True)]
+  limits = _shares([corpus.num_tokens for corpus in corpora], max_examples)
+  return [
+      epochs.Enumeration(corpus, rule, s, limit)
+      for corpus, s, limit in zip(corpora, seeds, limits, strict=True)
+  ]
+
+
 def _shares(sizes: Sequence[int], total: int | None) -> list[int | None]:
   """Divides a number of examples among corpora by size, at least one each."""
   if total is None:
@@ -285,17 +290,18 @@ def _shares(sizes: Sequence[int], total: int | None) -> list[int | None]:
   return [max(1, round(total * size / sum(sizes))) for size in sizes]
 
 
-def _log_choices(settings: PretrainSettings, stream: ExampleStream) -> None:
+def _log_choices(stream: ExampleStream, heldout: bool) -> None:
   """Says once what was chosen, how it turns out, and what a user might not expect."""
+  settings = stream.settings
   logging.info(
       'next_sentence=%s: %d examples of length %d per %s, at most %d masked tokens each; %s',
       settings.next_sentence, stream.num_examples, settings.seq_length,
-      'epoch' if stream._mixture else 'evaluation', settings.num_predictions,
+      'evaluation' if heldout else 'epoch', settings.num_predictions,
       stream_statistics.in_words(stream.statistics, settings.next_sentence),
   )
-  if stream._mixture:
-    stream_statistics.log_long_sentences(stream.statistics, stream._rule)
-  if settings.whole_word_masking and not all(stream._with_borders):
+  if not heldout:
+    stream_statistics.log_long_sentences(stream.statistics, stream.rule)
+  if settings.whole_word_masking and not all(stream.with_borders):
     logging.info(
         'whole-word masking with no word borders in the data: words are what the vocabulary\'s '
         'continuation pieces make; without such pieces each token, as each ideograph, is a word'
@@ -387,7 +393,8 @@ def heldout_batches(
   for begin in range(process_index * size, _rounded(stream.num_examples, batch_size), batch_size):
     count = int(np.clip(stream.num_examples - begin, 0, size))
     real = stream.batch(np.arange(begin, begin + count))
-    yield {name: _fill_up(name, rows, size, stream) for name, rows in real.items()}
+    fillers = {'input_ids': stream.tokenizer.pad_id}
+    yield {name: _fill_up(rows, size, fillers.get(name, 0)) for name, rows in real.items()}
 
 
 def _rounded(n: int, multiple: int) -> int:
@@ -395,9 +402,8 @@ def _rounded(n: int, multiple: int) -> int:
 
 
 def _fill_up(
-    name: str, rows: Shaped[np.ndarray, 'n ...'], size: int, stream: ExampleStream
+    rows: Shaped[np.ndarray, 'n ...'], size: int, filler: int
 ) -> Shaped[np.ndarray, 'b ...']:
-  filler = stream._tokenizer.pad_id if name == 'input_ids' else 0
   out = np.full((size, *rows.shape[1:]), filler, rows.dtype)
   out[: len(rows)] = rows
   return out

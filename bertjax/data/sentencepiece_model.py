@@ -203,7 +203,7 @@ class SentencePieceTokenizer:
     return hashlib.sha256(switches.encode() + b'\0' + self._model).hexdigest()
 
   def save(self, folder: epath.PathLike) -> None:
-    """Writes spiece.model and tokenizer_config.json, whose names Transformers knows as well."""
+    """Writes spiece.model, then tokenizer_config.json: names that Transformers knows as well."""
     config = {
       'type': self.type,
       'tokenizer_class': 'AlbertTokenizer',

@@ -16,6 +16,7 @@ make every sentence reachable in constant time, so example i of a run can be a p
 """
 
 import dataclasses
+import errno
 import hashlib
 import json
 import mmap
@@ -38,6 +39,7 @@ SPLITS = ('train', 'heldout')
 # Half a gigabyte of uint16 per shard; far below the 2**32 tokens that a uint32 offset can reach.
 SHARD_TOKENS = 2**28
 _COPY_BYTES = 2**20
+_INCOMING = '.incoming'  # new files, until the old ones have made room
 
 
 class ShardError(ValueError):
@@ -75,7 +77,8 @@ class Manifest:
   """What a data set is: its source, its tokenizer, its counts and its identity.
 
   Attributes:
-    corpus: what the text was: inputs as the user named them, formats, language, bytes.
+    corpus: what the text was: inputs and format as the user named them, formats as found,
+      language, bytes, the share that is held out.
     tokenizer: type, hash, vocab_size and the switches of the tokenizer.
     splits: 'train' and 'heldout'.
     duplicates_dropped: documents left out because an earlier one has the same ids.
@@ -172,7 +175,9 @@ def load_manifest(folder: str | os.PathLike) -> Manifest:
   try:
     fields = json.loads(path.read_text(encoding='utf-8'))
     version = fields['version']
-  except (json.JSONDecodeError, KeyError, TypeError) as error:
+  except OSError as error:
+    raise ShardError(f'cannot read {path}: {error}') from error
+  except (ValueError, KeyError, TypeError) as error:
     raise ShardError(f'{path} is not a manifest of bertjax ({error!r}); build again') from error
   if version != VERSION:
     raise ShardError(
@@ -518,27 +523,66 @@ def write_manifest(folder: str | os.PathLike, manifest: Manifest) -> None:
   partial.replace(pathlib.Path(folder) / MANIFEST)
 
 
-def remove_data_set(folder: str | os.PathLike) -> None:
+def replace_data_set(
+    source: str | os.PathLike, folder: str | os.PathLike, manifest: Manifest
+) -> None:
+  """Makes finished files the data set of a folder, in place of the one that it may hold.
+
+  The old set is touched when all new files are complete on the folder's own file system, and the
+  manifest comes last: no moment shows half a set as whole.
+
+  Args:
+    source: local folder with the shards and the tokenizer; it may be on another disk.
+    folder: the data set's folder, local or gs://.
+    manifest: of the new files.
+
+  Raises:
+    OSError: e.g. a full disk; the old set is then as it was.
+  """
+  source, folder = pathlib.Path(source), epath.Path(folder)
+  names = _file_names(source)
+  incoming = folder / _INCOMING
+  _bring(source, incoming)
+  _remove_data_set(folder)
+  for name in names:
+    target = folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    (incoming / name).replace(target)
+  incoming.rmtree()
+  write_manifest(folder, manifest)
+
+
+def _file_names(folder: pathlib.Path) -> list[str]:
+  return sorted(p.relative_to(folder).as_posix() for p in folder.rglob('*') if p.is_file())
+
+
+def _bring(source: pathlib.Path, incoming: epath.Path) -> None:
+  """Moves a local folder, by rename where that is possible, else (another disk) by copying."""
+  if incoming.exists():  # of a build that was killed
+    incoming.rmtree()
+  incoming.parent.mkdir(parents=True, exist_ok=True)
+  if not is_remote(incoming):
+    try:
+      source.rename(incoming)
+      return
+    except OSError as error:
+      if error.errno != errno.EXDEV:
+        raise
+  for name in _file_names(source):
+    target = incoming / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (source / name).open('rb') as reader, target.open('wb') as writer:
+      shutil.copyfileobj(reader, writer, _COPY_BYTES)
+      if not is_remote(incoming):
+        writer.flush()
+        os.fsync(writer.fileno())  # The manifest vouches for these bytes.
+
+
+def _remove_data_set(folder: epath.Path) -> None:
   """Removes a data set's files, the manifest first so that no moment shows half a set as whole."""
-  folder = epath.Path(folder)
   (folder / MANIFEST).unlink(missing_ok=True)
   for split in SPLITS:
     for path in folder.glob(f'{split}-*-of-*.npy'):
       path.unlink()
   if (folder / 'tokenizer').exists():
     (folder / 'tokenizer').rmtree()
-
-
-def move_into(source: str | os.PathLike, folder: str | os.PathLike) -> None:
-  """Moves finished files (not the manifest) from a local folder into the data set's folder."""
-  source, folder = pathlib.Path(source), epath.Path(folder)
-  for path in sorted(source.rglob('*')):
-    if path.is_dir():
-      continue
-    target = folder / path.relative_to(source).as_posix()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if is_remote(folder):
-      with path.open('rb') as reader, target.open('wb') as writer:
-        shutil.copyfileobj(reader, writer, _COPY_BYTES)
-    else:
-      path.replace(pathlib.Path(target))

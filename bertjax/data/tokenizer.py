@@ -21,7 +21,7 @@ from bertjax.data.text_rules import AlbertRules, TextRules
 __all__ = ['Encoding', 'Tokenizer', 'TokenizerError', 'load', 'main', 'train']
 
 CONFIG = 'tokenizer_config.json'
-_VOCABULARIES = ('vocab.txt', 'spiece.model')
+VOCABULARIES = ('vocab.txt', 'spiece.model')
 # Our names of the switches -> those in tokenizer_config.json, which are Transformers'.
 _CONFIG_NAMES = {
   'lowercase': 'do_lower_case',
@@ -67,9 +67,9 @@ def _find_vocabulary(path: epath.Path) -> epath.Path:
     raise TokenizerError(f'{path}: no such file or folder')
   if not path.is_dir():
     return path
-  found = [path / name for name in _VOCABULARIES if (path / name).exists()]
+  found = [path / name for name in VOCABULARIES if (path / name).exists()]
   if len(found) != 1:
-    wanted = ' or '.join(_VOCABULARIES)
+    wanted = ' or '.join(VOCABULARIES)
     raise TokenizerError(
       f'{path}: has {"both" if found else "neither"} {wanted}; name the one to use by its full path'
     )

@@ -32,7 +32,11 @@ from bertjax.data.encoding import Tokenizer
 HASH_BYTES = 16
 
 
-class WorkerError(RuntimeError):
+class BuildError(RuntimeError):
+  """A build that cannot start or go on; the message says why and what to do."""
+
+
+class WorkerError(BuildError):
   """A worker process died."""
 
 
@@ -241,7 +245,7 @@ def _run_parallel(units, missing: list[int], num_workers: int, arguments) -> Ite
       # Not all at once: a large corpus has tens of thousands of units.
       while waiting and len(running) < 2 * num_workers:
         number = waiting.popleft()
-        running[pool.submit(_run_unit, number, units[number])] = number
+        running[_submit(pool, number, units[number])] = number
       for future in futures.wait(running, return_when=futures.FIRST_COMPLETED).done:
         number = running.pop(future)
         error = future.exception()
@@ -257,6 +261,16 @@ def _run_parallel(units, missing: list[int], num_workers: int, arguments) -> Ite
     ) from error
   finally:
     pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _submit(
+    pool: futures.Executor, number: int, unit: Sequence[corpus.Piece]
+) -> futures.Future:
+  try:
+    return pool.submit(_run_unit, number, unit)
+  except (OSError, ValueError) as error:
+    # It starts workers as well, and one that dies meanwhile takes the pipes of the next with it.
+    raise futures.BrokenExecutor(f'no worker can be started: {error}') from error
 
 
 def _piece_bytes(piece: corpus.Piece) -> int:

@@ -230,7 +230,7 @@ class WordPieceTokenizer:
     return hashlib.sha256(switches.encode() + b'\0' + self._vocabulary).hexdigest()
 
   def save(self, folder: epath.PathLike) -> None:
-    """Writes vocab.txt and tokenizer_config.json, whose names Transformers knows as well."""
+    """Writes vocab.txt, then tokenizer_config.json: names that Transformers knows as well."""
     rules = self.rules
     config = {
       'type': self.type,

@@ -21,10 +21,11 @@ class Evaluator:
 
   def __init__(
       self, graphdef: nnx.GraphDef, objective: Objective, batches: Iterable[dict[str, np.ndarray]],
-      mesh: jax.sharding.Mesh,
+      mesh: jax.sharding.Mesh, num_examples: int,
   ):
     self._step = step_lib.jit_eval_step(graphdef, objective)
     self._batches, self._mesh = list(batches), mesh
+    self.num_examples = num_examples
 
   def run(
       self, params: Params, stopped: Callable[[], bool] = lambda: False
