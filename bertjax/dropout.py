@@ -35,8 +35,7 @@ def fold(
 
 
 def row_keys(seed: int, step: Int[Array, ''], rows: int) -> UInt[Array, '{rows}']:
-  """One key for each row of the global batch of a training step; layers and sites fold theirs
-  in."""
+  """A key for each row of the global batch of a step, into which layers and sites are folded."""
   key = fold(mix(jnp.uint32(seed & 0xFFFFFFFF) + jnp.uint32(_GOLDEN)), step)
   return fold(jnp.broadcast_to(key, (rows,)), jnp.arange(rows, dtype=jnp.uint32))
 

@@ -1,9 +1,9 @@
-"""Pre-trains BERT: `python -m bertjax.main --config=configs/quickstart.py
---workdir=runs/quickstart`.
+"""Pre-trains BERT.
+
+  python -m bertjax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
 Running the same command on the same workdir resumes. Exit codes: 0 training is complete; 143
-stopped by a signal after a save, restart me; 1 an error, in words; 2 a configuration that cannot be
-run.
+stopped by a signal after a save, restart me; 1 an error, in words; 2 input that cannot be used.
 """
 
 import logging as python_logging
@@ -22,9 +22,9 @@ _CONFIG = config_flags.DEFINE_config_file('config', None, 'configs/NAME.py')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'folder of checkpoints and logs, local or gs://')
 _COORDINATOR = flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0')
 _PROCESSES = flags.DEFINE_integer('num_processes', None, 'how many processes train together')
+_PROCESS = flags.DEFINE_integer('process_id', None, 'which of them this is')
 _DISTRIBUTED = flags.DEFINE_boolean(
     'distributed', False, 'several processes, found out from Cloud TPU, Slurm or GKE')
-_PROCESS = flags.DEFINE_integer('process_id', None, 'which of them this is')
 
 
 def main(argv: Sequence[str]) -> int:

@@ -203,8 +203,7 @@ class Layer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-  """The layers, stacked on a leading axis and run with `lax.scan`: compile time is flat in
-  depth."""
+  """The layers, stacked on a leading axis and run with `lax.scan`: they are compiled once."""
 
   def __init__(self, config: BertConfig, rngs: nnx.Rngs):
     self.config = config

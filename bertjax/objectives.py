@@ -22,9 +22,8 @@ class Objective(NamedTuple):
 
   Attributes:
     terms: (model, batch, dropout keys or None) -> sums of each loss over the rows given.
-    weights: batch -> the weight of each loss. Known before the forward pass, so that every part of
-    an
-      accumulated batch divides by the weight of the whole.
+    weights: batch -> the weight of each loss. Known before the forward pass, so that every part
+      of an accumulated batch divides by the weight of the whole.
     counts: batch -> further sums worth reporting, e.g. how many labels are positive.
   """
 

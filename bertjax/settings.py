@@ -29,10 +29,10 @@ class DataSettings:
   Attributes:
     path: folder of shards from `bertjax.data.build`; several, with commas, are one mixture.
     weights: share of each folder in a mixture; none means by `sampling_exponent`.
-    sampling_exponent: a folder of n tokens is drawn in proportion to n ** sampling_exponent.
-    input: where `path` is empty: raw text (as `bertjax.data.build --input`) from which a tokenizer
-    is
-      trained and shards are built in the workdir. `builtin:docs` is the embedded default corpus.
+    sampling_exponent: a folder of n examples is drawn in proportion to n ** sampling_exponent.
+    input: where `path` is empty: raw text (as `bertjax.data.build --input`) from which a
+      tokenizer is trained and shards are built in the workdir. `builtin:docs` is the embedded
+      default corpus.
     format: of `input`, as `bertjax.data.build --format`.
     language: of `input`, for splitting prose into sentences.
     tokenizer_type: 'wordpiece' or 'sentencepiece', where a tokenizer is trained.
@@ -90,8 +90,7 @@ class Phase:
     accumulate: parts into which each batch is cut to save memory.
     max_predictions_per_seq: slots for predictions; 0 follows from length and masked_lm_prob.
     learning_rate: 0 goes on with the schedule of the phase before; otherwise a new schedule with
-    this
-      peak begins here and runs to the next phase that begins one.
+      this peak begins here and runs to the next phase that begins one.
     warmup_steps: of the schedule that begins here.
     restart_moments: forget Adam's moments where the phase begins.
   """

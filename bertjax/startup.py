@@ -87,9 +87,9 @@ def evaluator_on(
 
 
 def alarms(setup: Setup) -> Alarms:
-  """Judges a fifth of the run at a time, 2,000 steps at most."""
+  """Judges a fifth of the run at a time: 100 steps at least, 2,000 at most."""
   return Alarms(setup.corpora.unigram_entropy,
-                window_steps=max(1, min(2000, setup.settings.num_steps // 5)))
+                window_steps=max(100, min(2000, setup.settings.num_steps // 5)))
 
 
 def warmup_end(settings: Settings, phase: int) -> int:

@@ -34,8 +34,7 @@ def _gradients(
     graphdef: nnx.GraphDef, objective: Objective, params: Params, batch: Batch,
     keys: UInt[Array, 'B'], parts: int,
 ) -> tuple[Params, dict[str, losses.Sums]]:
-  """Gradient of the loss of the whole batch, computed over `parts` pieces of it one after the
-  other."""
+  """Gradient of the loss of the whole batch, computed over `parts` pieces of it in turn."""
   weights = objective.weights(batch)
 
   def loss(params, batch, keys):

@@ -44,8 +44,7 @@ class StopRequest:
     return bool(self._signal)
 
   def due(self, step: int) -> bool:
-    """Whether all processes stop before taking `step`; to be asked on every process at every
-    step."""
+    """Whether all processes stop before taking `step`; all must ask, at every step."""
     if jax.process_count() == 1:
       return self.noticed
     from jax.experimental import multihost_utils

@@ -225,8 +225,7 @@ def _evaluate(
 
 
 def _begin_phase(here: settings_lib.Phase, current, like) -> state.TrainState:
-  """Applies what a phase starts anew; doing it twice (a resume at this very step) changes
-  nothing."""
+  """Applies what a phase starts anew; done twice (a resume at this step) it changes nothing."""
   restart = jax.jit(
       lambda opt_state: optim.restart(
           opt_state, moments=here.restart_moments, schedule=here.learning_rate > 0),

@@ -452,10 +452,10 @@ def children(pid):
 def test_a_worker_that_is_killed_fails_the_build(tmp_path, vocabulary):
   make_corpus(tmp_path / 'a.txt', 40_000)
   process = start_build(tmp_path, vocabulary, tmp_path / 'out', 2)
-  workers = []
-  while not workers and process.poll() is None:
-    workers = children(process.pid)
-  os.kill(workers[0], signal.SIGKILL)
+  # Not before both are at work: Python's own pool waits forever if one dies as the next is started.
+  while not list((tmp_path / 'out').glob('.partial/unit-??????')) and process.poll() is None:
+    time.sleep(0.01)
+  os.kill(children(process.pid)[0], signal.SIGKILL)
   errors = process.communicate(timeout=120)[1]
   assert process.returncode == 2
   assert 'a worker process died' in errors and 'Traceback' not in errors

@@ -15,8 +15,7 @@ from bertjax.state import Params
 class Evaluator:
   """Runs a model over the same held-out batches each time.
 
-  The batches are kept in memory: they are few, and making them again would cost more than reading
-  them.
+  The batches are kept in memory: they are few, and making them again would cost more.
   """
 
   def __init__(
