@@ -201,6 +201,16 @@ def test_missing_configuration_is_named(good, tmp_path):
   assert any('get_config' in text for text in problems(good, str(empty)))
 
 
+def test_a_folder_that_the_system_refuses_is_a_problem(good, monkeypatch):
+  def refuse(folder):
+    raise PermissionError(13, 'Permission denied', str(folder))
+
+  monkeypatch.setattr(doctor.shards, 'load_tokenizer', refuse)
+  findings, _ = doctor.diagnose([str(good)])
+  assert [f.text for f in findings if f.level == 'problem'] == [
+      f"[Errno 13] Permission denied: '{good}'"]
+
+
 def test_different_tokenizers_do_not_mix(good, make_data):
   other = make_data(random_documents(20), vocabulary=[*WORDS, 'more'])
   findings, _ = doctor.diagnose([str(good), str(other)])

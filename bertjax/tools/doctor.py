@@ -263,7 +263,7 @@ def diagnose(
   for folder in data:
     try:
       findings += _check_folder(folder, task.next_sentence, hashes, splits, tokenizers)
-    except (shards.ShardError, TokenizerError) as error:
+    except (shards.ShardError, TokenizerError, OSError) as error:
       findings.append(Finding('problem', str(error), 'as the message says'))
   if len(splits) < len(data):
     return findings, []
