@@ -133,7 +133,7 @@ def test_layout_is_googles(golden):
 @pytest.mark.parametrize('task', sampling.TASKS)
 @pytest.mark.parametrize('whole_words', [False, True])
 def test_batch_does_not_depend_on_company_or_order(task, whole_words):
-  make = lambda: stream_of(next_sentence=task, whole_word_masking=whole_words)  # noqa: E731
+  make = lambda: stream_of(next_sentence=task, whole_word_masking=whole_words)
   stream = make()
   numbers = np.random.default_rng(0).integers(0, 20 * stream.num_examples, 60)
   whole = stream.batch(numbers)
@@ -181,7 +181,7 @@ def test_b075_resuming_is_a_seek_with_the_same_examples_and_masks():
 def test_b075_pairs_corpus(bugs):
   tok = tokenizer.load(bugs / 'vocab_tiny.txt', lowercase=False)
   documents = read_documents(bugs / 'corpus_pairs.txt', tok)
-  make = lambda: stream_of(documents, tok, seq_length=128)  # noqa: E731
+  make = lambda: stream_of(documents, tok, seq_length=128)
   straight = list(pretrain.batches(make(), 2, 0, 20))
   resumed = [*pretrain.batches(make(), 2, 0, 7), *pretrain.batches(make(), 2, 7, 13)]
   for one, other in zip(straight, resumed, strict=True):

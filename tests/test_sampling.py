@@ -117,7 +117,7 @@ def word_statistics(continuation, maskable, chosen, kinds):
   flat = np.flatnonzero(maskable)
   # A word ends at a [SEP], as in masking.py.
   begins = np.flatnonzero(~continuation.ravel()[flat] | (np.diff(flat, prepend=-1) > 1))
-  total = lambda values: np.add.reduceat(values.ravel()[flat].astype(int), begins)  # noqa: E731
+  total = lambda values: np.add.reduceat(values.ravel()[flat].astype(int), begins)
   pieces, hit = total(maskable), total(chosen)
   mixed = sum((total(chosen & (kinds == k)) > 0).astype(int) for k in range(3)) > 1
   several = pieces > 1
@@ -183,7 +183,7 @@ def check_examples(documents, task, seq_length, rows, corpus, rule):
   flat = np.concatenate([np.asarray(s) for d in documents for s in d])
   parts = sampling.resolve(corpus, rows, rule)
   for i in range(len(rows)):
-    cut = lambda shard, begin, n: corpus.tokens[shard][begin : begin + n].tolist()  # noqa: E731
+    cut = lambda shard, begin, n: corpus.tokens[shard][begin : begin + n].tolist()
     a = cut(parts.shard_a[i], parts.begin_a[i], parts.len_a[i])
     b = cut(parts.shard_b[i], parts.begin_b[i], parts.len_b[i])
     assert a and len(a) + len(b) + (3 if b else 2) <= seq_length
@@ -233,7 +233,7 @@ def test_examples_do_not_depend_on_shards_or_blocks():
   edge = int(whole.documents[0][17])
   halves = [sampling.traverse(cut, lo, hi, rule, 9)
             for lo, hi in ((0, edge), (edge, cut.num_sentences))]
-  order = lambda r: r[np.lexsort((r['key'], r['document']))]  # noqa: E731
+  order = lambda r: r[np.lexsort((r['key'], r['document']))]
   both = order(np.concatenate(halves))
   rows = order(rows)
   for name in ('key', 'document', 'len_a', 'len_b', 'target'):

@@ -89,6 +89,29 @@ def start(home, workdir, *more) -> subprocess.Popen:
   return subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
 
 
+def start_two(home, workdir) -> list[subprocess.Popen]:
+  with socket.socket() as free:
+    free.bind(('localhost', 0))
+    port = free.getsockname()[1]
+  return [start(home, workdir, f'--coordinator_address=localhost:{port}', '--num_processes=2',
+                f'--process_id={number}') for number in range(2)]
+
+
+def wait_for_first_step(process: subprocess.Popen) -> None:
+  for line in process.stderr:
+    if 'step' in line and 'loss' in line:
+      return
+
+
+def stop_after_first_step(home, workdir) -> tuple[int, str]:
+  """Exit code and log of a run that gets SIGTERM."""
+  process = start(home, workdir)
+  wait_for_first_step(process)
+  process.send_signal(signal.SIGTERM)
+  text = process.communicate(timeout=500)[1]
+  return process.returncode, text
+
+
 def final_hash(workdir: pathlib.Path) -> str:
   assert step_folder.find(workdir).name == '80'
   return checkpoint.parameter_hash(checkpoint.restore_params(workdir))
@@ -164,9 +187,7 @@ def test_b058_b075_kill_at_any_moment_and_resume_ends_bit_for_bit_the_same(home,
     began += 1
     process = start(home, tmp_path, '--config.checkpoint.every=1')
     if began % 2:  # at a random moment after the loop began, or anywhere in the run
-      for line in process.stderr:
-        if 'step' in line and 'loss' in line:
-          break
+      wait_for_first_step(process)
       time.sleep(draw.uniform(0, 0.3))
     else:
       time.sleep(draw.uniform(0.2, 9))
@@ -188,14 +209,8 @@ def test_b058_b075_kill_at_any_moment_and_resume_ends_bit_for_bit_the_same(home,
 
 @pytest.mark.slow
 def test_sigterm_saves_and_exits_143_and_the_rest_is_the_same(home, whole, tmp_path):
-  process = start(home, tmp_path)
-  for line in process.stderr:
-    if 'step' in line and 'loss' in line:
-      break
-  process.send_signal(signal.SIGTERM)
-  text = process.stderr.read()
-  assert process.wait() == 143, text
-  process.stderr.close()
+  code, text = stop_after_first_step(home, tmp_path)
+  assert code == 143, text
   saved = int(step_folder.find(tmp_path).name)
   assert 0 < saved < 80 and 'after a save' in text
   done = train(home, tmp_path)
@@ -206,14 +221,7 @@ def test_sigterm_saves_and_exits_143_and_the_rest_is_the_same(home, whole, tmp_p
 @pytest.mark.slow
 def test_another_device_count_resumes_with_the_same_data(home, whole, tmp_path):
   """Not bit for bit (sums are in another order), but the same examples, masks and dropout."""
-  process = start(home, tmp_path)
-  for line in process.stderr:
-    if 'step' in line and 'loss' in line:
-      break
-  process.send_signal(signal.SIGTERM)
-  process.stderr.read()
-  process.wait()
-  process.stderr.close()
+  stop_after_first_step(home, tmp_path)
   done = train(home, tmp_path, '--config.mesh.fsdp=2', devices=4)
   assert done.returncode == 0, done.stderr
   ours, theirs = (checkpoint.leaves(checkpoint.restore_params(w)) for w in (tmp_path, whole))
@@ -226,19 +234,8 @@ def test_another_device_count_resumes_with_the_same_data(home, whole, tmp_path):
 @pytest.mark.slow
 def test_two_processes_resume_what_one_began_with_the_same_data(home, whole, tmp_path):
   """Also B083: the rows of the processes are disjoint, or the losses would not be the same."""
-  process = start(home, tmp_path)
-  for line in process.stderr:
-    if 'step' in line and 'loss' in line:
-      break
-  process.send_signal(signal.SIGTERM)
-  process.stderr.read()
-  process.wait()
-  process.stderr.close()
-  with socket.socket() as free:
-    free.bind(('localhost', 0))
-    port = free.getsockname()[1]
-  both = [start(home, tmp_path, f'--coordinator_address=localhost:{port}', '--num_processes=2',
-                f'--process_id={number}') for number in range(2)]
+  stop_after_first_step(home, tmp_path)
+  both = start_two(home, tmp_path)
   texts = [process.communicate(timeout=500)[1] for process in both]
   assert [process.returncode for process in both] == [0, 0], texts
   assert 'in 2 process(es)' in texts[0] and 'resumed at step' in texts[0]
@@ -246,6 +243,17 @@ def test_two_processes_resume_what_one_began_with_the_same_data(home, whole, tmp
   for name in ours:
     np.testing.assert_allclose(ours[name], theirs[name], atol=2e-3, err_msg=name)
   assert [r['step'] for r in records(tmp_path, 'heldout')] == [25, 50, 75, 80]
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_of_two_processes_saves_once_and_both_exit_143(home, tmp_path):
+  both = start_two(home, tmp_path)
+  wait_for_first_step(both[0])
+  both[1].send_signal(signal.SIGTERM)
+  texts = [process.communicate(timeout=500)[1] for process in both]
+  assert [process.returncode for process in both] == [143, 143], texts
+  saved = int(step_folder.find(tmp_path).name)
+  assert 0 < saved < 80 and f'Stopped before step {saved}' in texts[0]
 
 
 def test_another_configuration_on_a_workdir_is_refused_with_the_differences(home, whole):
