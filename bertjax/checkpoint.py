@@ -60,7 +60,8 @@ class _Sidecar:
     return write()
 
   async def load(self, directory):
-    raise NotImplementedError('step_folder.read_metadata reads these')
+    # Orbax asks for this method; these are plain files, which step_folder reads without Orbax.
+    raise TypeError(f'{directory} holds plain files: read them with step_folder.read_metadata')
 
 
 def leaves(tree) -> dict[str, Any]:
