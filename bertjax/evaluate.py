@@ -27,11 +27,11 @@ def main(argv: list[str] | None = None) -> int:
     if getattr(args, name) < 1:
       parser.error(f'--{name} must be at least 1')
 
-  from bertjax import api, train
+  from bertjax import api, pretraining
 
   try:
     print(json.dumps(evaluate(api.load(args.checkpoint, args.step), args)))
-  except train.EXPECTED_ERRORS as error:
+  except pretraining.EXPECTED_ERRORS as error:
     print(error, file=sys.stderr)
     return 2
   return 0
@@ -45,7 +45,7 @@ def evaluate(pretrained, args: argparse.Namespace) -> dict[str, float]:
   """
   import jax
 
-  from bertjax import metrics, objectives, settings, sharding, startup
+  from bertjax import pretraining, settings, sharding
   from bertjax.data import prepare
 
   corpora = prepare.open_corpora(tuple(args.data.split(',')))
@@ -64,11 +64,11 @@ def evaluate(pretrained, args: argparse.Namespace) -> dict[str, float]:
         f'{args.data} has no held-out documents; --split train reads the others')
   mesh = sharding.make_mesh(sharding.MeshSettings())
   with jax.set_mesh(mesh):
-    evaluator = startup.evaluator_on(
-        splits, corpora.tokenizer, trained, pretrained.graphdef, objectives.PRETRAINING, mesh,
+    evaluator = pretraining.evaluator_on(
+        splits, corpora.tokenizer, trained, pretrained.graphdef, mesh,
         seq_length=args.seq_length, batch_size=args.batch_size, max_examples=args.max_examples)
     params = jax.device_put(pretrained.params, sharding.shardings(pretrained.params, mesh))
-    values = metrics.heldout_means(evaluator.run(params))
+    values = evaluator.run(params)
   return {'step': pretrained.metadata['step'], 'split': args.split,
           'num_examples': evaluator.num_examples} | values
 

@@ -41,15 +41,15 @@ def main(argv: Sequence[str]) -> int:
   host_memory.keep_freed_memory()
   import jax  # after the flags: a wrong one is answered at once
 
-  from bertjax import train
+  from bertjax import pretraining
 
   if _DISTRIBUTED.value:
     jax.distributed.initialize()  # asks the environment: Cloud TPU, Slurm, GKE
   elif _PROCESSES.value is not None:
     jax.distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
   try:
-    return train.train(_CONFIG.value, _WORKDIR.value)
-  except train.EXPECTED_ERRORS as error:  # known by name and said in words: no trace
+    return pretraining.run(_CONFIG.value, _WORKDIR.value)
+  except pretraining.EXPECTED_ERRORS as error:  # known by name and said in words: no trace
     logging.error('%s', error)
     return 2 if isinstance(error, ValueError) else 1
 

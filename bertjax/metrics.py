@@ -20,7 +20,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import SupportsFloat
 
 import jax
 from absl import logging
@@ -95,9 +94,10 @@ def model_flops_per_example(
 def means(sums: Mapping[str, Number]) -> dict[str, float]:
   """Sums of one or more steps -> losses and accuracies; the one place where they are divided.
 
-  `X_loss_sum`, `X_correct_sum` and `X_weight` become `X_loss` and `X_accuracy`, `X_positive_sum`
-  becomes `X_majority` (the rate of the more common label), and `loss` is the sum of the losses. A
-  loss whose weight is 0 is absent: a batch without labels is neither right nor wrong.
+  `X_loss_sum`, `X_correct_sum` (where hits are counted) and `X_weight` become `X_loss` and
+  `X_accuracy`, `X_positive_sum` becomes `X_majority` (the rate of the more common label), and
+  `loss` is the sum of the losses. A loss whose weight is 0 is absent: a batch without labels is
+  neither right nor wrong.
   """
   result = {'loss': 0.0}
   for key, weight in sums.items():
@@ -105,7 +105,8 @@ def means(sums: Mapping[str, Number]) -> dict[str, float]:
       continue
     name = key.removesuffix('_weight')
     result[f'{name}_loss'] = sums[f'{name}_loss_sum'] / weight
-    result[f'{name}_accuracy'] = sums[f'{name}_correct_sum'] / weight
+    if f'{name}_correct_sum' in sums:
+      result[f'{name}_accuracy'] = sums[f'{name}_correct_sum'] / weight
     if f'{name}_positive_sum' in sums:
       share = sums[f'{name}_positive_sum'] / weight
       result[f'{name}_majority'] = max(share, 1 - share)
@@ -333,28 +334,28 @@ class MetricsWriter:
     if first or step % self._log_every == 0 or step == self._total_steps:
       self._log(step, first)
 
-  def write_heldout(self, step: int, sums: Mapping[str, SupportsFloat]) -> dict[str, float]:
-    """Writes an evaluation of the held-out split, from its sums; returns the means.
-
-    `masked_lm_perplexity` is added: the exponential of the masked LM loss.
+  def write_evaluation(
+      self, split: str, step: int, scores: Mapping[str, Number | None]
+  ) -> None:
+    """Says and writes the scores on one split; an undefined one (None) is null in the record.
 
     Raises:
-      alarms.NonFiniteError: a loss of the evaluation is not finite.
+      alarms.NonFiniteError: one of them is not finite.
     """
-    sums = {name: float(value) for name, value in sums.items()}
-    check_finite(step, sums, weights_of=step)
-    values = heldout_means(sums)
-    self._say(f'{self._head(step)}  held-out  {_losses_text(values)}')
-    self.write('heldout', step, values)
-    return values
+    defined = {name: value for name, value in scores.items() if value is not None}
+    check_finite(step, defined, weights_of=step)
+    name = 'held-out' if split == 'heldout' else split
+    self._say(f'{self._head(step)}  {name}  {_scores_text(scores)}')
+    self.write(split, step, scores)
 
-  def write(self, split: str, step: int, values: Mapping[str, Number]) -> None:
+  def write(self, split: str, step: int, values: Mapping[str, Number | None]) -> None:
     """Writes one record to metrics.jsonl and TensorBoard (process 0)."""
     if self._jsonl is None:
       return
     self._jsonl.write({'split': split, 'step': step} | {k: _short(v) for k, v in values.items()})
     for name, value in values.items():
-      self._tensorboard.add_scalar(f'{split}/{name}', value, step)
+      if value is not None:
+        self._tensorboard.add_scalar(f'{split}/{name}', value, step)
     self._tensorboard.flush()
 
   def _finish_window(self) -> None:
@@ -421,21 +422,32 @@ def duration(seconds: Number) -> str:
 
 
 def _losses_text(values: Mapping[str, Number]) -> str:
+  """The total, then each loss by name (but for the one there is) with its accuracy, if any."""
+  names = [key.removesuffix('_loss') for key in values if key.endswith('_loss')]
   text = f'loss {values["loss"]:7.4f}'
-  if 'masked_lm_loss' in values:
-    text += f'  masked_lm {values["masked_lm_loss"]:7.4f} acc {values["masked_lm_accuracy"]:.3f}'
-  if 'next_sentence_accuracy' in values:
-    text += f'  next_sentence acc {values["next_sentence_accuracy"]:.3f}'
+  for name in names:
+    text += f'  {name}'
+    if len(names) > 1 and name != 'next_sentence':  # two classes: the accuracy says it better
+      text += f' {values[f"{name}_loss"]:7.4f}'
+    if f'{name}_accuracy' in values:
+      text += f' acc {values[f"{name}_accuracy"]:.3f}'
   return text
+
+
+def _scores_text(scores: Mapping[str, Number | None]) -> str:
+  if 'masked_lm_loss' in scores:
+    return _losses_text(scores)
+  return '  '.join(f'{name} {"undefined" if value is None else format(value, ".4f")}'
+                   for name, value in scores.items())
 
 
 def _speed(value: Number) -> str:
   return f'{value:7,.0f}' if value >= 1000 else f'{value:7.1f}'
 
 
-def _short(value: Number) -> Number:
+def _short(value: Number | None) -> Number | None:
   """Seven digits: all that a float32 holds, in half of the file."""
-  return value if isinstance(value, int) else float(f'{value:.7g}')
+  return value if value is None or isinstance(value, int) else float(f'{value:.7g}')
 
 
 def _open_tensorboard(folder: epath.Path, restored_step: int):

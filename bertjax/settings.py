@@ -1,25 +1,19 @@
-"""The door of the configuration: a ConfigDict comes in, frozen dataclasses go on.
-
-Nothing below `train.py`, `evaluate.py` and the tools sees a ConfigDict. A key that no dataclass
-knows is an error that names the nearest one that exists.
-"""
+"""The configuration of pre-training as frozen dataclasses, checked before anything is built."""
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import ml_collections
 
+from bertjax import config as config_lib
+from bertjax.config import ConfigError
 from bertjax.data.pretrain import PretrainSettings
+from bertjax.job import CheckpointSettings
 from bertjax.model import BertConfig
 from bertjax.optim import OptimizerSettings
 from bertjax.sharding import MeshSettings
-
-
-class ConfigError(ValueError):
-  """A configuration that cannot be run; the message says the mend."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,21 +100,6 @@ class Phase:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointSettings:
-  """When to save and what to keep, in steps; keep_every 0 keeps no old ones for good."""
-
-  every: int = 1000
-  keep_last: int = 3
-  keep_every: int = 0
-
-  def __post_init__(self):
-    if self.every < 1 or self.keep_last < 1 or self.keep_every < 0:
-      raise ConfigError(
-          f'checkpoint: every {self.every} and keep_last {self.keep_last} must be at least 1, '
-          f'keep_every {self.keep_every} at least 0')
-
-
-@dataclasses.dataclass(frozen=True)
 class HeldoutSettings:
   """Evaluation on the held-out split; every 0 evaluates at the end only."""
 
@@ -175,7 +154,8 @@ class Settings:
     if asked and asked < vocab_size:
       raise ConfigError(f'model.vocab_size is {asked}, but the tokenizer has {vocab_size} entries; '
                         'leave it out to follow the tokenizer')
-    config = _dataclass(BertConfig, {**self.model, 'vocab_size': asked or vocab_size}, 'model')
+    values = {**self.model, 'vocab_size': asked or vocab_size}
+    config = config_lib.build(BertConfig, values, 'model')
     longest = max(phase.seq_length for phase in self.phases)
     if longest > config.max_position_embeddings:
       raise ConfigError(f'a phase has seq_length {longest}, but model.max_position_embeddings is '
@@ -191,7 +171,7 @@ class Settings:
     if self.phases[first].learning_rate:
       values |= {'learning_rate': self.phases[first].learning_rate,
                  'warmup_steps': self.phases[first].warmup_steps}
-    return _dataclass(OptimizerSettings, values, 'optimizer')
+    return config_lib.build(OptimizerSettings, values, 'optimizer')
 
   def pretrain_settings(self, phase: int) -> PretrainSettings:
     """What shapes the examples of a phase."""
@@ -212,17 +192,17 @@ def from_config(config: ml_collections.ConfigDict | Mapping[str, Any]) -> Settin
   Raises:
     ConfigError: an unknown key, a value of the wrong type or sizes that do not fit, with the mend.
   """
-  values = _plain(config)
+  values = config_lib.plain(config)
   sections = {'data': DataSettings, 'mesh': MeshSettings, 'checkpoint': CheckpointSettings,
               'heldout': HeldoutSettings}
   for name, cls in sections.items():
-    values[name] = _dataclass(cls, values.get(name, {}), name)
+    values[name] = config_lib.build(cls, values.get(name, {}), name)
   phases = values.get('phases', ())
   if not phases:
     raise ConfigError('phases is empty: give at least one of seq_length, batch_size, num_steps')
   values['phases'] = tuple(
-      _dataclass(Phase, phase, f'phases[{i}]') for i, phase in enumerate(phases))
-  settings = _dataclass(Settings, values, '')
+      config_lib.build(Phase, phase, f'phases[{i}]') for i, phase in enumerate(phases))
+  settings = config_lib.build(Settings, values, '')
   settings.bert_config(settings.model.get('vocab_size', 0) or 1)
   if settings.model.get('dtype') == 'float16':
     raise ConfigError('model.dtype float16 would need loss scaling to train; use bfloat16')
@@ -304,7 +284,7 @@ def _comparable(settings: Settings, step: int) -> dict[str, Any]:
   begun = [i for i, start in enumerate(settings.starts()) if start <= step]
   phases = values.pop('phases')
   optimizer = values.pop('optimizer')
-  flat = dict(_flatten(values))
+  flat = dict(config_lib.flatten(values))
   flat |= {f'optimizer.{k}': v for k, v in optimizer.items()
            if k not in ('learning_rate', 'warmup_steps')}
   for i in begun:
@@ -314,56 +294,3 @@ def _comparable(settings: Settings, step: int) -> dict[str, Any]:
       flat[f'phases[{i}] schedule {name}'] = getattr(resolved, name)
   return {key: value for key, value in flat.items()
           if not any(key == free or key.startswith(free + '.') for free in MAY_CHANGE)}
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = ''):
-  for key, value in values.items():
-    if isinstance(value, Mapping):
-      yield from _flatten(value, f'{prefix}{key}.')
-    else:
-      yield prefix + key, value
-
-
-def _plain(config) -> dict[str, Any]:
-  """ConfigDicts all the way down to plain dicts."""
-  def plain(value):
-    if isinstance(value, ml_collections.ConfigDict | Mapping):
-      return {key: plain(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-      return tuple(plain(child) for child in value)
-    return value
-
-  return plain(config)
-
-
-def _dataclass(cls, values: Mapping[str, Any], section: str):
-  """`cls(**values)` with errors that name the key as the user writes it."""
-  prefix = f'{section}.' if section else ''
-  fields = {field.name: field for field in dataclasses.fields(cls)}
-  for key, value in values.items():
-    if key not in fields:
-      near = difflib.get_close_matches(key, fields, 1)
-      known = f'did you mean {prefix}{near[0]}?' if near else f'known: {", ".join(sorted(fields))}'
-      raise ConfigError(f'unknown key {prefix}{key}; {known}')
-    wanted = fields[key].type
-    if wanted in (int, float, bool, str) and not _fits(value, wanted):
-      raise ConfigError(f'{prefix}{key} is {value!r}, of type {type(value).__name__}; '
-                        f'{wanted.__name__} is needed')
-  missing = [name for name, field in fields.items() if name not in values
-             and field.default is dataclasses.MISSING
-             and field.default_factory is dataclasses.MISSING]
-  if missing:
-    raise ConfigError(f'missing: {", ".join(prefix + name for name in missing)}')
-  try:
-    return cls(**values)
-  except ConfigError:
-    raise
-  except (TypeError, ValueError) as error:
-    message = str(error)
-    raise ConfigError(message if message.startswith(prefix) else f'{prefix}{message}') from error
-
-
-def _fits(value, wanted) -> bool:
-  if wanted is float:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-  return type(value) is wanted

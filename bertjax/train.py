@@ -1,7 +1,7 @@
 """The training loop, to be read from top to bottom.
 
-  settings -> data -> model -> state (resumed, from weights, or fresh) -> for every phase: one step,
-  compiled once, and the loop: evaluate if due, save if due, next batch, step, push metrics
+  job -> state (resumed, from weights, or fresh) -> for every stage: the step, compiled once for each
+  shape of its batches, and the loop: evaluate if due, save if due, next batch, step, push metrics
 
 Everything random is a function of the seed and the step, so a run that was killed and resumed ends
 with the same weights, bit for bit, as one that was not.
@@ -9,187 +9,162 @@ with the same weights, bit for bit, as one that was not.
 
 import concurrent.futures
 import dataclasses
+import enum
 from collections.abc import Callable, Iterator
 
 import jax
-import ml_collections
 from absl import logging
 from etils import epath
+from flax import nnx
 
-from bertjax import (
-    checkpoint,
-    heads,
-    metrics,
-    objectives,
-    optim,
-    sharding,
-    startup,
-    state,
-    stop,
-)
-from bertjax import settings as settings_lib
+from bertjax import checkpoint, metrics, optim, state, stop
 from bertjax import step as step_lib
-from bertjax.alarms import Alarms, NonFiniteError
-from bertjax.data import loader, prepare, pretrain
-from bertjax.data.build import BuildError
-from bertjax.data.corpus import CorpusError
-from bertjax.data.encoding import TokenizerError
-from bertjax.data.sampling import SamplingError
-from bertjax.data.shards import ShardError
-from bertjax.evals.pretraining import Evaluator
-from bertjax.settings import ConfigError, Settings
-
-# What a user can cause and mend: told in words, without a trace.
-EXPECTED_ERRORS = (
-    ConfigError, sharding.MeshError, prepare.DataError, ShardError, SamplingError, TokenizerError,
-    CorpusError, BuildError, checkpoint.CheckpointError, NonFiniteError)
+from bertjax.alarms import NonFiniteError
+from bertjax.config import ConfigError
+from bertjax.data import loader
+from bertjax.job import Evaluator, Job, Shapes, Stage
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
   """What the loop reads and writes."""
 
-  setup: startup.Setup
+  job: Job
+  graphdef: nnx.GraphDef
+  shapes: state.Params
   stopping: stop.StopRequest
   checkpoints: checkpoint.Checkpoints
   writer: metrics.MetricsWriter
   evaluator: Evaluator | None
-  alarms: Alarms
 
 
-def train(config: ml_collections.ConfigDict, workdir: str) -> int:
-  """Trains until the last phase is done, or until asked to stop.
+class End(enum.Enum):
+  """Why the steps of a stage ended."""
+
+  DONE = 'all steps were made'
+  SIGNAL = 'asked to stop by a signal'
+  JUDGED = 'the evaluations no longer get better'
+
+
+def train(job: Job, workdir: epath.PathLike) -> int:
+  """Trains until the last stage is done, or until asked to stop.
 
   Args:
-    config: as configs/*.py; see bertjax.settings.Settings.
+    job: what is trained on what.
     workdir: receives checkpoints, metrics.jsonl and event files; resumed if it holds a checkpoint.
 
   Returns:
     The exit code: 0 if training is complete, 143 if it was stopped by a signal after a save.
 
   Raises:
-    One of EXPECTED_ERRORS, in words.
+    ConfigError: the workdir was started with another configuration.
+    CheckpointError: a checkpoint that cannot be written or read.
+    NonFiniteError: a loss is NaN or infinite.
   """
-  # --- Settings: all of them are checked before anything is built -------------------------------
-  settings = settings_lib.from_config(config)
   workdir = epath.Path(workdir)
-  mesh = sharding.make_mesh(settings.mesh)
-  settings_lib.check_batches(
-      settings, mesh.shape['data'] * mesh.shape['fsdp'], jax.process_count())
-
-  # --- Data. Until it is there a signal ends the process at once: a build goes on where it was --
-  paths = startup.data_paths(settings, workdir)
-  corpora = prepare.open_corpora(paths)
-
-  with stop.StopRequest() as stopping, jax.set_mesh(mesh):
-    bert = settings.bert_config(corpora.tokenizer.vocab_size)
-
-    # --- Model ----------------------------------------------------------------------------------
-    build = lambda rngs: heads.BertForPreTraining(bert, rngs)
-    graphdef, shapes = state.split(build)
-
-    # --- Checkpoints and logs -------------------------------------------------------------------
-    resolved = settings_lib.to_json(settings) | {'model': dataclasses.asdict(bert)}
-    metadata = {'config': resolved, 'data_hash': corpora.content_hash,
-                'tokenizer_hash': corpora.tokenizer.hash()}
-    keep = settings.checkpoint
+  with stop.StopRequest() as stopping, jax.set_mesh(job.mesh):
+    graphdef, shapes = state.split(job.build)
+    keep = job.checkpoint
     with checkpoint.Checkpoints(
         workdir, save_every=keep.every, keep_last=keep.keep_last, keep_every=keep.keep_every,
-        metadata=metadata, tokenizer=corpora.tokenizer_folder) as checkpoints:
-      first = checkpoints.latest()
-      startup.refuse_other_config(workdir, first, metadata)
-      if first == settings.num_steps:
-        _log(f'Training is complete: {workdir} holds step {first}, the last. Nothing to do')
-        return 0
+        metadata=job.metadata, tokenizer=job.tokenizer) as checkpoints:
 
       # --- State: own checkpoint, or given weights, or fresh ------------------------------------
-      setup = startup.Setup(settings, corpora, mesh, build, graphdef, shapes)
-      current, step, origin = startup.first_state(setup, checkpoints, first)
-      phase = settings.phase_at(step)
-      evaluator = startup.evaluator(setup)
-      _log(startup.start_up_block(setup, bert, workdir, origin))
+      first = checkpoints.latest()
+      _refuse_other_config(job, workdir, first)
+      if first is not None and (first == job.num_steps or job.is_over(first)):
+        _log(f'Training is complete: {workdir} holds step {first}, the last. Nothing to do')
+        return 0
+      current, step, origin = _first_state(job, shapes, checkpoints, first)
+      evaluator = job.open_evaluator()
+      _log(_start_up_block(job, workdir, origin))
 
-      alarms = startup.alarms(setup)
       with metrics.MetricsWriter(
-          workdir, total_steps=settings.num_steps, log_every=settings.log_every,
-          alarms=alarms,
-          restored_step=step, baselines={'unigram_entropy': corpora.unigram_entropy}) as writer:
-        run = Run(setup, stopping, checkpoints, writer, evaluator, alarms)
+          workdir, total_steps=job.num_steps, log_every=job.log_every, alarms=job.alarms,
+          restored_step=step, baselines=job.baselines) as writer:
+        run = Run(job, graphdef, shapes, stopping, checkpoints, writer, evaluator)
 
-        # --- Phases -----------------------------------------------------------------------------
-        for number in range(phase, len(settings.phases)):
+        # --- Stages -----------------------------------------------------------------------------
+        end = End.DONE
+        for number in range(job.stage_at(step), len(job.stages)):
           try:
-            current, step, stopped = _train_phase(run, number, current, step)
+            current, step, end = _train_stage(run, number, current, step)
           except NonFiniteError as error:
             checkpoints.discard(error.ruined_step)  # saved before anything was computed with it
             raise
-          if stopped:
-            return stop.SAVED
+          if end is not End.DONE:
+            break
+        if end is End.SIGNAL:
+          return stop.SAVED
 
         # --- The end ----------------------------------------------------------------------------
-        _evaluate(run, current, step, to_the_end=True)
-        checkpoints.save(step, current, _position(settings, step), force=True)
+        if end is End.DONE:
+          _evaluate(run, current, step, to_the_end=True)
+        checkpoints.save(step, current, job.position(step), force=True)
         checkpoints.wait()
-      _log(startup.farewell(workdir, step))
+      _log('\n'.join([f'Training is complete: {step:,} steps. Next:', *job.farewell(workdir)]))
       return 0
 
 
-def _train_phase(
-    run: Run, phase: int, current: state.TrainState, first: int
-) -> tuple[state.TrainState, int, bool]:
-  """The loop over the steps of one phase, from step `first` of the run.
-
-  Returns:
-    The state, its step, and whether a signal ended the run before the phase was done.
-  """
-  setup, writer, settings = run.setup, run.writer, run.setup.settings
-  here, start = settings.phases[phase], settings.starts()[phase]
-  end = start + here.num_steps
+def _train_stage(
+    run: Run, number: int, current: state.TrainState, first: int
+) -> tuple[state.TrainState, int, End]:
+  """The loop over the steps of one stage, from step `first` of the run; why it ended comes last."""
+  job, writer = run.job, run.writer
+  stage, start = job.stages[number], job.starts()[number]
+  end = start + stage.num_steps
 
   # --- Input: the first batch is made, and TensorFlow loaded, while the step compiles -----------
-  stream = startup.stream(setup, phase)
-  batches = loader.device_batches(_begun(lambda: pretrain.batches(
-      stream, here.batch_size, first - start, end - first, jax.process_index(),
-      jax.process_count())), setup.mesh)
+  stream = stage.open()
+  batches = loader.device_batches(
+      _begun(lambda: stream.batches(first - start, end - first)), job.mesh)
 
-  # --- The step, compiled once for the phase ----------------------------------------------------
-  optimizer_settings = settings.optimizer_of(phase)
-  optimizer = optim.make(optimizer_settings, setup.shapes)
-  like = state.abstract(setup.shapes, optimizer, setup.mesh)
-  train_step = step_lib.jit_train_step(
-      step_lib.TrainStep(setup.graphdef, objectives.PRETRAINING, optimizer, optimizer_settings,
-                         settings.seed, here.accumulate), like)
-  shapes = loader.global_shapes(pretrain.batch_shapes(stream.settings, here.batch_size), setup.mesh)
-  compiled = train_step.lower(like, shapes).compile()
-  run.alarms.warmup_steps = startup.warmup_end(settings, phase)
-  if first == start and phase > 0:
-    current = _begin_phase(here, current, like)
-  writer.start_phase(here.batch_size, _flops_per_example(setup, phase))
-  writer.write('data', first, dataclasses.asdict(stream.statistics))  # realised rate of pairs, ...
+  # --- The step, compiled once for each shape of batches ----------------------------------------
+  optimizer = optim.make(stage.optimizer, run.shapes)
+  like = state.abstract(run.shapes, optimizer, job.mesh)
+  compiled = _compile(run, stage, like, optimizer, stream.shapes)
+  job.alarms.warmup_steps = stage.warmup_end
+  if first == start and number > 0:
+    current = _begin_stage(stage, current, like)
+  writer.start_phase(stage.batch_size, stage.flops_per_example)
+  writer.write('data', first, stream.statistics)  # the realised rate of pairs, of padding, ...
 
   # --- The loop. The order is a contract: evaluate, save, fetch, step, push ---------------------
   for step in range(first, end):
-    if _is_due(settings.heldout.every, step):
-      _evaluate(run, current, step)
+    if _is_due(job.evaluate_every, step) and _evaluate(run, current, step):
+      _log(f'Stopped early, before step {step}: {End.JUDGED.value}')
+      return current, step, End.JUDGED
     stopping = run.stopping.due(step)
-    if stopping or _is_due(settings.checkpoint.every, step):
+    if stopping or _is_due(job.checkpoint.every, step):
       writer.wait()  # raises if the last step was not finite: a ruined state is never saved
       with writer.timer.excluded():
-        run.checkpoints.save(step, current, _position(settings, step), force=stopping)
+        run.checkpoints.save(step, current, job.position(step), force=stopping)
     if stopping:
       run.checkpoints.wait()
       _log(f'Stopped before step {step} after a save; the same command goes on from here')
-      return current, step, True
+      return current, step, End.SIGNAL
     with writer.timer.waiting_for_data():
       batch = next(batches)
-    current, step_metrics = compiled(current, batch)
+    current, step_metrics = compiled[batch['input_ids'].shape](current, batch)
     writer.push(step + 1, step_metrics)
   writer.wait()
-  return current, end, False
+  return current, end, End.DONE
 
 
 def _is_due(every: int, step: int) -> bool:
   return bool(every and step and step % every == 0)
+
+
+def _compile(
+    run: Run, stage: Stage, like: state.TrainState, optimizer, shapes: tuple[Shapes, ...]
+) -> dict[tuple[int, ...], Callable]:
+  """The compiled step for each shape of input_ids."""
+  train_step = step_lib.jit_train_step(
+      step_lib.TrainStep(run.graphdef, run.job.objective, optimizer, stage.optimizer, run.job.seed,
+                         stage.accumulate), like)
+  return {batch['input_ids'][0]:
+          train_step.lower(like, loader.global_shapes(batch, run.job.mesh)).compile()
+          for batch in shapes}
 
 
 def _begun(make: Callable[[], Iterator]) -> Iterator:
@@ -212,43 +187,82 @@ def _begun(make: Callable[[], Iterator]) -> Iterator:
 
 def _evaluate(
     run: Run, current: state.TrainState, step: int, to_the_end: bool = False
-) -> None:
-  """Writes the quality on the held-out split; a request to stop cuts it short, but for the last."""
+) -> bool:
+  """Writes the scores of the model; returns whether they say that training is over.
+
+  A request to stop cuts the evaluation short, but for the last one of the run.
+  """
   if run.evaluator is None:
-    return
+    return False
   run.writer.wait()
   with run.writer.timer.excluded():
-    sums = run.evaluator.run(
+    scores = run.evaluator.run(
         current.params, lambda: run.stopping.noticed and not to_the_end)
-    if sums is not None:
-      run.writer.write_heldout(step, sums)
+    if scores is None:
+      return False
+    run.writer.write_evaluation(run.evaluator.split, step, scores)
+    return run.job.judge(step, current.params, scores)
 
 
-def _begin_phase(here: settings_lib.Phase, current, like) -> state.TrainState:
-  """Applies what a phase starts anew; done twice (a resume at this step) it changes nothing."""
+def _begin_stage(stage: Stage, current, like) -> state.TrainState:
+  """Applies what a stage starts anew; done twice (a resume at this step) it changes nothing."""
   restart = jax.jit(
       lambda opt_state: optim.restart(
-          opt_state, moments=here.restart_moments, schedule=here.learning_rate > 0),
+          opt_state, moments=stage.restart_moments, schedule=stage.restart_schedule),
       out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like.opt_state))
   return dataclasses.replace(current, opt_state=restart(current.opt_state))
 
 
-def _position(settings: Settings, step: int) -> dict[str, int]:
-  """Where in the data a step stands: all that a resume needs."""
-  phase = settings.phase_at(step)
-  starts = settings.starts()
-  seen = sum(p.batch_size * min(p.num_steps, max(0, step - start))
-             for p, start in zip(settings.phases, starts, strict=True))
-  return {'phase': phase, 'step_in_phase': step - starts[phase], 'examples_seen': seen}
+# --- Before the first step ---------------------------------------------------------------------
 
 
-def _flops_per_example(setup: startup.Setup, phase: int) -> float:
-  bert = setup.settings.bert_config(setup.corpora.tokenizer.vocab_size)
-  examples = setup.settings.pretrain_settings(phase)
-  return metrics.model_flops_per_example(
-      hidden_size=bert.hidden_size, num_hidden_layers=bert.num_hidden_layers,
-      intermediate_size=bert.intermediate_size, vocab_size=bert.vocab_size,
-      seq_length=examples.seq_length, num_predictions=examples.num_predictions)
+def _refuse_other_config(job: Job, workdir: epath.Path, step: int | None) -> None:
+  """Raises ConfigError if the workdir was started with what would give other weights."""
+  if step is None:
+    return
+  stored = checkpoint.read_metadata(workdir, step)
+  wrong = job.differences(stored['config'], step)
+  if stored['data_hash'] != job.metadata['data_hash']:
+    wrong.append(
+        f'data: stored {stored["data_hash"][:12]}, now {job.metadata["data_hash"][:12]}')
+  if wrong:
+    lines = '\n  '.join(wrong)
+    raise ConfigError(
+        f'{workdir} was started with another configuration:\n  {lines}\nTake a new --workdir (with '
+        f'--config.init_from={workdir} to begin from its weights), or set these back.')
+
+
+def _first_state(
+    job: Job, shapes: state.Params, checkpoints: checkpoint.Checkpoints, step: int | None
+) -> tuple[state.TrainState, int, str]:
+  """The state to begin with, its step, and in words where it comes from.
+
+  The step may be older than the one asked for, if that turns out not to be readable.
+  """
+  # The structure of the optimizer's state is the same in every stage.
+  optimizer = optim.make(job.stages[0].optimizer, shapes)
+  like = state.abstract(shapes, optimizer, job.mesh)
+  if step is not None:
+    current, position = checkpoints.restore(like)
+    step = int(current.step)
+    return current, step, f'resumed at step {step} of this workdir (data position {position})'
+  if job.initial is not None:
+    params, origin = job.initial()
+    return state.from_params(params, optimizer, like), 0, origin
+  return state.create(job.build, job.seed, optimizer, like), 0, 'from scratch'
+
+
+def _start_up_block(job: Job, workdir: epath.Path, origin: str) -> str:
+  """Everything that was chosen, once, before the first step."""
+  devices = jax.devices()
+  return '\n'.join([
+      f'bertjax {job.title}',
+      f'  workdir     {workdir}',
+      f'  start       {origin}',
+      f'  devices     {len(devices)} x {devices[0].device_kind} in {jax.process_count()} '
+      f'process(es), mesh {dict(job.mesh.shape)}',
+      *(f'  {line}' for line in job.describe()),
+  ])
 
 
 def _log(text: str) -> None:

@@ -38,6 +38,10 @@ def device_metrics(loss=2.0, weight=4.0, rate=1e-3, norm=1.0, correct=1.0):
   return {name: jnp.float32(value) for name, value in values.items()}
 
 
+def host_metrics(**values):
+  return {name: float(value) for name, value in device_metrics(**values).items()}
+
+
 def make_writer(workdir, clock=None, **changes):
   arguments = {'total_steps': 20, 'log_every': 5, 'alarms': Alarms()} | changes
   return metrics.MetricsWriter(
@@ -124,7 +128,8 @@ def test_records_of_a_run(tmp_path):
     writer.wait()
     with writer.timer.excluded():
       clock.now += 100.0
-      values = writer.write_heldout(12, device_metrics(loss=3.0))
+      values = metrics.heldout_means(host_metrics(loss=3.0))
+      writer.write_evaluation('heldout', 12, values)
   assert values['masked_lm_perplexity'] == pytest.approx(math.exp(3.0))
 
   all_records = records(tmp_path)
@@ -214,7 +219,8 @@ def test_alarms_are_said_and_written(tmp_path, caplog):
 
 def test_a_ruined_evaluation_is_not_written(tmp_path):
   with make_writer(tmp_path) as writer, pytest.raises(NonFiniteError, match='step 7'):
-    writer.write_heldout(7, device_metrics(loss=math.nan))
+    writer.write_evaluation(
+        'heldout', 7, metrics.heldout_means(host_metrics(loss=math.nan)))
   assert records(tmp_path, 'heldout') == []
 
 
@@ -269,7 +275,7 @@ def test_only_process_0_writes(tmp_path, monkeypatch):
   with make_writer(tmp_path / 'run') as writer:
     writer.start_phase(8, 1e9)
     writer.push(1, device_metrics())
-    writer.write_heldout(1, device_metrics())
+    writer.write_evaluation('heldout', 1, {'loss': 1.0})
     writer.push(2, device_metrics(norm=math.nan))
     with pytest.raises(NonFiniteError):  # but every process stops
       writer.wait()
