@@ -30,6 +30,8 @@ setuptools.setup(
         'numpy>=2',
         'optax>=0.2.8',
         'orbax-checkpoint>=0.12.8,<0.13',
+        'safetensors>=0.4',
+        'scipy',
         'sentencepiece>=0.2.1',
         'sentencex>=1.0',
         'tensorboardX>=2.6',
@@ -40,10 +42,11 @@ setuptools.setup(
     ],
     extras_require={
         'test': [
-            'beartype', 'chex', 'hypothesis', 'pytest>=8', 'pytest-xdist', 'ruff', 'safetensors',
+            'beartype', 'chex', 'hypothesis', 'pytest>=8', 'pytest-xdist', 'ruff',
         ],
         'tpu': ['jax[tpu]>=0.10'],
         'cuda': ['jax[cuda13]>=0.10'],
         'gcs': ['gcsfs'],
+        'parity': ['torch', 'transformers>=5'],  # tests/golden/parity_*.py only
     },
 )

@@ -23,7 +23,7 @@ from bertjax import step_folder
 from bertjax.step_folder import CheckpointError, find, read_metadata, tokenizer_folder
 
 __all__ = ['CheckpointError', 'Checkpoints', 'find', 'leaves', 'parameter_hash', 'read_metadata',
-           'restore_params', 'stored', 'tokenizer_folder']
+           'restore_params', 'save_params', 'stored', 'tokenizer_folder']
 
 
 @functools.cache
@@ -145,6 +145,95 @@ def restore_params(path: epath.PathLike, step: int | None = None, abstract=None)
     raise CheckpointError(f'{folder} cannot be read: {_in_a_line(error)}') from None
 
 
+def save_params(workdir: epath.PathLike, step: int, params: Any, metadata: dict[str, Any],
+                tokenizer: epath.PathLike | dict[str, bytes] | None = None) -> epath.Path:
+  """Writes a checkpoint of parameters alone, as the only one in its workdir.
+
+  For an import (step 0) and for the best model of a fine-tuning run. It is complete or absent: the
+  checkpoint that it takes the place of goes when the new one is whole. Only one of the same step
+  goes first, because both want its folder. All processes must call this.
+
+  Args:
+    workdir: the folder that gets `checkpoints/STEP`.
+    step: the step that the parameters are of.
+    params: a nested dict of arrays; with several processes, global jax arrays.
+    metadata: JSON that goes beside them: config, head, data_hash, tokenizer_hash, ...
+    tokenizer: a folder whose files come along, or the files by name.
+
+  Returns:
+    The folder of the step.
+
+  Raises:
+    CheckpointError: it could not be written. An earlier checkpoint is untouched.
+  """
+  root = step_folder.absolute(workdir) / step_folder.FOLDER
+  folder = root / str(step)
+  text = json.dumps({'step': step, 'position': {}, 'version': bertjax.__version__, **metadata},
+                    indent=2, ensure_ascii=False)
+  ours = _Sidecar({'metadata.json': text.encode(), **_tokenizer_files(tokenizer)})
+  try:
+    # Orbax describes NumPy arrays in another way; on disk all checkpoints shall look the same.
+    params = jax.tree.map(
+        lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), params)
+    state = {'step': np.asarray(step, np.int32), 'params': params}
+    with _context():
+      _orbax().save_checkpointables(folder, {'state': state, step_folder.OURS: ours},
+                                    overwrite=True)
+    _list_files(folder)
+  except Exception as error:  # Orbax and tensorstore raise many kinds
+    raise _failure(folder, error) from None
+  if jax.process_index() == 0:
+    for other, path in step_folder.steps(root).items():
+      if other != step:
+        _remove(path)
+  _agreed(step)  # no process may look for the newest before the others are gone
+  return folder
+
+
+def _tokenizer_files(tokenizer: epath.PathLike | dict[str, bytes] | None) -> dict[str, bytes]:
+  """A tokenizer's files by their path inside `OURS`."""
+  if not isinstance(tokenizer, dict):
+    folder = epath.Path(tokenizer).expanduser() if tokenizer else None
+    tokenizer = {name: (folder / name).read_bytes()
+                 for name in (step_folder.sizes(folder) if folder else ())}
+  return {f'tokenizer/{name}': content for name, content in tokenizer.items()}
+
+
+def _list_files(folder: epath.Path):
+  """Writes the list that shows later damage."""
+  if jax.process_index() == 0:
+    listing = folder / f'{step_folder.FILES}.part'
+    listing.write_text(json.dumps(step_folder.sizes(folder)), encoding='utf-8')
+    listing.rename(folder / step_folder.FILES)
+
+
+def _remove(folder: epath.Path):
+  (folder / step_folder.COMMIT).unlink(missing_ok=True)  # half of it must not look whole
+  folder.rmtree()
+
+
+def _remove_temporary(root: epath.Path, of: str = ''):
+  for path in root.iterdir() if root.is_dir() else ():
+    if path.name.startswith(of) and step_folder.TEMPORARY in path.name:
+      logging.warning('Removing %s, left by a save that never finished', path)
+      path.rmtree()
+
+
+def _failure(folder: epath.Path, error: BaseException) -> CheckpointError:
+  """The error to raise, after giving back the space that the failed save takes."""
+  if jax.process_index() == 0:
+    try:
+      _remove_temporary(folder.parent, f'{folder.name}.')
+    except OSError as other:  # a writer may still be at it; must not hide what went wrong first
+      logging.warning('Could not remove what is left of the save of %s: %s', folder, other)
+  full = 'No space left' in str(error) or getattr(error, 'errno', None) == errno.ENOSPC
+  whole = [step for step, path in step_folder.steps(folder.parent).items()
+           if step_folder.damage(path) is None]
+  return CheckpointError(
+      f'Saving {folder} failed{": no space left on the disk" if full else ""} '
+      f'({_in_a_line(error)}). Complete checkpoints there: {whole or "none"}.')
+
+
 def _agreed(value: int) -> int:
   """Process 0's value on every process: only one looks at the disk while it is being changed."""
   if jax.process_count() == 1:
@@ -177,9 +266,7 @@ class Checkpoints:
     self._asynchronous = asynchronous
     self._metadata = {'version': bertjax.__version__, **metadata}
     json.dumps(self._metadata)  # what cannot be written must fail now, not at the first save
-    folder = epath.Path(tokenizer).expanduser() if tokenizer else None
-    self._tokenizer = {f'tokenizer/{name}': (folder / name).read_bytes()
-                       for name in (step_folder.sizes(folder) if folder else ())}
+    self._tokenizer = _tokenizer_files(tokenizer)
     self._good: set[int] = set()  # saved or restored by this run
     self._unreadable: dict[int, str] = {}  # whole by their list of files, yet not to be read
     self._passed_over: dict[int, str] = {}
@@ -204,7 +291,7 @@ class Checkpoints:
     self.wait()
     newest = -1
     if jax.process_index() == 0:
-      self._remove_temporary()
+      _remove_temporary(self.root)
       for step, folder in step_folder.steps(self.root).items():
         reason = self._unreadable.get(step) or step_folder.damage(folder)
         if reason is None:
@@ -248,7 +335,7 @@ class Checkpoints:
         response = _orbax().save_checkpointables_async(
             folder, {'state': state, step_folder.OURS: ours}, overwrite=True)
     except Exception as error:  # Orbax and tensorstore raise many kinds
-      raise self._failure(folder, error) from None
+      raise _failure(folder, error) from None
     self._pending = self._pool.submit(self._finish, response, step, folder)
     if not self._asynchronous:
       self.wait()
@@ -262,8 +349,7 @@ class Checkpoints:
     if jax.process_index() == 0 and step in whole and min(whole) < step:
       folder = self.root / str(step)
       logging.warning('Removing %s: its weights give no finite loss', folder)
-      (folder / step_folder.COMMIT).unlink(missing_ok=True)  # half of it must not look whole
-      folder.rmtree()
+      _remove(folder)
     self._good.discard(step)
 
   def wait(self):
@@ -309,12 +395,9 @@ class Checkpoints:
     """In the background: waits for the commit, lists the files, then lets old steps go."""
     try:
       response.result()
-      if jax.process_index() == 0:
-        listing = folder / f'{step_folder.FILES}.part'
-        listing.write_text(json.dumps(step_folder.sizes(folder)), encoding='utf-8')
-        listing.rename(folder / step_folder.FILES)
+      _list_files(folder)
     except Exception as error:  # Orbax and tensorstore raise many kinds
-      raise self._failure(folder, error) from None
+      raise _failure(folder, error) from None
     self._good.add(step)
     self._unreadable.pop(step, None)
     self._prune(step)
@@ -331,24 +414,6 @@ class Checkpoints:
         kept += 1
         continue
       try:
-        (folder / step_folder.COMMIT).unlink(missing_ok=True)  # half of it must not look whole
-        folder.rmtree()
+        _remove(folder)
       except OSError as error:
         logging.warning('Could not remove %s: %s', folder, error)
-
-  def _remove_temporary(self, of: str = ''):
-    for path in self.root.iterdir() if self.root.is_dir() else ():
-      if path.name.startswith(of) and step_folder.TEMPORARY in path.name:
-        logging.warning('Removing %s, left by a save that never finished', path)
-        path.rmtree()
-
-  def _failure(self, folder: epath.Path, error: BaseException) -> CheckpointError:
-    """The error to raise, after giving back the space that the failed save takes."""
-    if jax.process_index() == 0:
-      self._remove_temporary(f'{folder.name}.')
-    full = 'No space left' in str(error) or getattr(error, 'errno', None) == errno.ENOSPC
-    whole = [step for step, path in step_folder.steps(self.root).items()
-             if step_folder.damage(path) is None]
-    return CheckpointError(
-        f'Saving {folder} failed{": no space left on the disk" if full else ""} '
-        f'({_in_a_line(error)}). Complete checkpoints there: {whole or "none"}.')

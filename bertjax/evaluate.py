@@ -27,11 +27,11 @@ def main(argv: list[str] | None = None) -> int:
     if getattr(args, name) < 1:
       parser.error(f'--{name} must be at least 1')
 
-  from bertjax import api, pretraining
+  from bertjax import api, errors
 
   try:
     print(json.dumps(evaluate(api.load(args.checkpoint, args.step), args)))
-  except pretraining.EXPECTED_ERRORS as error:
+  except errors.EXPECTED as error:
     print(error, file=sys.stderr)
     return 2
   return 0
@@ -53,7 +53,10 @@ def evaluate(pretrained, args: argparse.Namespace) -> dict[str, float]:
     raise settings.ConfigError(
         f'{args.data} was built with another tokenizer than the model; build it with the one in '
         'the checkpoint')
-  trained = settings.from_config(pretrained.metadata['config'])
+  if 'masked_lm' not in pretrained.params:
+    raise settings.ConfigError(f'{args.checkpoint} has no masked-LM head: its kind is '
+                               f'{pretrained.head["kind"]}')
+  trained = settings.from_config(_trained_with(pretrained.metadata['config']))
   longest = pretrained.config.max_position_embeddings
   if args.seq_length and not 8 <= args.seq_length <= longest:
     raise settings.ConfigError(f'--seq_length {args.seq_length} is not between 8 and the '
@@ -71,6 +74,13 @@ def evaluate(pretrained, args: argparse.Namespace) -> dict[str, float]:
     values = evaluator.run(params)
   return {'step': pretrained.metadata['step'], 'split': args.split,
           'num_examples': evaluator.num_examples} | values
+
+
+def _trained_with(config: dict) -> dict:
+  """The stored configuration; of an imported model what bertjax would train it with."""
+  imported = {'data': {'path': '.'}, 'optimizer': {},
+              'phases': ({'seq_length': 128, 'batch_size': 64, 'num_steps': 10_000},)}
+  return config if 'phases' in config else imported | {'model': config['model']}
 
 
 if __name__ == '__main__':

@@ -1,11 +1,14 @@
 """Heads on the encoder, and the models that join the two."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, UInt
 
 from bertjax import sharding
+from bertjax.dropout import dropout, fold
 from bertjax.model import ACTIVATIONS, Bert, BertConfig, Dense, LayerNorm
 
 # Bias of the rows that only pad the vocabulary: exp() of it is 0, so they take no probability mass.
@@ -66,3 +69,168 @@ class BertForPreTraining(nnx.Module):
     table = self.bert.embeddings.word_embeddings.embedding[...]
     next_sentence = self.next_sentence(self.bert.pool(hidden)).astype(jnp.float32)
     return self.masked_lm(predicted, table), next_sentence
+
+
+class BertEncoder(nnx.Module):
+  """The encoder alone, of a checkpoint without a head; `bert` as in every other model."""
+
+  def __init__(self, config: BertConfig, rngs: nnx.Rngs, pooler: bool = True):
+    self.bert = Bert(config, rngs, pooler)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConfig:
+  """What a fine-tuning head is.
+
+  Attributes:
+    kind: a key of HEADS.
+    num_outputs: logits of each row (or token).
+    dropout: rate before the last dense layer.
+    layers: 'last' reads the last layer; 'weighted_sum' a learned mixture of the embeddings' output
+      and of all layers (the feature-based use of the paper's section 5.3, with learned weights).
+
+  Raises:
+    ValueError: an unknown kind or choice, or sizes that cannot be.
+  """
+
+  kind: str
+  num_outputs: int
+  dropout: float = 0.1
+  layers: str = 'last'
+
+  def __post_init__(self):
+    if self.kind not in HEADS:
+      raise ValueError(f'head kind {self.kind!r} is not one of {", ".join(HEADS)}')
+    if self.num_outputs < 1:
+      raise ValueError(f'a head with {self.num_outputs} outputs; there must be at least 1')
+    if not 0 <= self.dropout < 1:
+      raise ValueError(f'head dropout is {self.dropout}; it must be in [0, 1)')
+    if self.layers not in ('last', 'weighted_sum'):
+      raise ValueError(f"head layers {self.layers!r} is neither 'last' nor 'weighted_sum'")
+
+
+class _FineTuned(nnx.Module):
+  """The encoder and what all heads on it share: which layers are read, and the dropout."""
+
+  pooler = True
+
+  def __init__(self, config: BertConfig, head: HeadConfig, rngs: nnx.Rngs):
+    self.head = head
+    self.bert = Bert(config, rngs, pooler=self.pooler)
+    if head.layers == 'weighted_sum':
+      self.layer_weights = nnx.Param(jnp.zeros(config.num_hidden_layers + 1, jnp.float32))
+
+  def _hidden(
+      self,
+      input_ids: Int[Array, 'B T'],
+      token_type_ids: Int[Array, 'B T'],
+      attention_mask: Int[Array, 'B T'],
+      dropout_keys: UInt[Array, 'B'] | None,
+  ) -> Float[Array, 'B T D']:
+    if self.head.layers == 'last':
+      return self.bert(input_ids, token_type_ids, attention_mask, dropout_keys)
+    layers = self.bert.hidden_states(input_ids, token_type_ids, attention_mask, dropout_keys)
+    weights = jax.nn.softmax(self.layer_weights[...]).astype(layers.dtype)
+    return jnp.tensordot(weights, layers, 1)
+
+  def _dropped(self, x, dropout_keys):
+    # The encoder has folded 0 and 1 into the keys.
+    return dropout(x, self.head.dropout, None if dropout_keys is None else fold(dropout_keys, 2))
+
+
+class BertForSequenceClassification(_FineTuned):
+  """One vector of logits for a row, from the pooled [CLS] (paper, section 4.1)."""
+
+  def __init__(self, config: BertConfig, head: HeadConfig, rngs: nnx.Rngs):
+    super().__init__(config, head, rngs)
+    self.classifier = Dense(config, config.hidden_size, head.num_outputs, rngs)
+
+  def __call__(
+      self,
+      input_ids: Int[Array, 'B T'],
+      token_type_ids: Int[Array, 'B T'],
+      attention_mask: Int[Array, 'B T'],
+      dropout_keys: UInt[Array, 'B'] | None = None,
+  ) -> Float[Array, 'B C']:
+    """Logits in float32; a regression has one, its prediction."""
+    hidden = self._hidden(input_ids, token_type_ids, attention_mask, dropout_keys)
+    pooled = self._dropped(self.bert.pool(hidden), dropout_keys)
+    return self.classifier(pooled).astype(jnp.float32)
+
+
+class BertForMultipleChoice(_FineTuned):
+  """A score for each of C continuations of a row; softmax is over them (paper, section 4.4)."""
+
+  def __init__(self, config: BertConfig, head: HeadConfig, rngs: nnx.Rngs):
+    super().__init__(config, head, rngs)
+    self.classifier = Dense(config, config.hidden_size, 1, rngs)
+
+  def __call__(
+      self,
+      input_ids: Int[Array, 'B C T'],
+      token_type_ids: Int[Array, 'B C T'],
+      attention_mask: Int[Array, 'B C T'],
+      dropout_keys: UInt[Array, 'B'] | None = None,
+  ) -> Float[Array, 'B C']:
+    """Scores in float32."""
+    rows, choices, length = input_ids.shape
+    if dropout_keys is not None:  # every choice has its own mask
+      numbers = jnp.arange(choices, dtype=jnp.uint32)
+      dropout_keys = fold(jnp.repeat(dropout_keys, choices), jnp.tile(numbers, rows))
+    fold_rows = lambda x: sharding.constrain_rows(x.reshape(-1, length))
+    hidden = self._hidden(*map(fold_rows, (input_ids, token_type_ids, attention_mask)),
+                          dropout_keys)
+    pooled = self._dropped(self.bert.pool(hidden), dropout_keys)
+    return self.classifier(pooled).astype(jnp.float32).reshape(rows, choices)
+
+
+class BertForTokenClassification(_FineTuned):
+  """Logits for every token (paper, section 5.3)."""
+
+  pooler = False
+
+  def __init__(self, config: BertConfig, head: HeadConfig, rngs: nnx.Rngs):
+    super().__init__(config, head, rngs)
+    self.classifier = Dense(config, config.hidden_size, head.num_outputs, rngs)
+
+  def __call__(
+      self,
+      input_ids: Int[Array, 'B T'],
+      token_type_ids: Int[Array, 'B T'],
+      attention_mask: Int[Array, 'B T'],
+      dropout_keys: UInt[Array, 'B'] | None = None,
+  ) -> Float[Array, 'B T C']:
+    """Logits in float32."""
+    hidden = self._hidden(input_ids, token_type_ids, attention_mask, dropout_keys)
+    return self.classifier(self._dropped(hidden, dropout_keys)).astype(jnp.float32)
+
+
+class BertForQuestionAnswering(_FineTuned):
+  """Scores of every token as start and as end of the answer (paper, section 4.2)."""
+
+  pooler = False
+
+  def __init__(self, config: BertConfig, head: HeadConfig, rngs: nnx.Rngs):
+    super().__init__(config, head, rngs)
+    self.qa_outputs = Dense(config, config.hidden_size, 2, rngs)
+
+  def __call__(
+      self,
+      input_ids: Int[Array, 'B T'],
+      token_type_ids: Int[Array, 'B T'],
+      attention_mask: Int[Array, 'B T'],
+      dropout_keys: UInt[Array, 'B'] | None = None,
+  ) -> Float[Array, 'B T 2']:
+    """Start and end scores in float32; no dropout before them, as in Google's run_squad.py."""
+    hidden = self._hidden(input_ids, token_type_ids, attention_mask, dropout_keys)
+    return self.qa_outputs(hidden).astype(jnp.float32)
+
+
+HEADS: dict[str, type[_FineTuned]] = {
+    'classification': BertForSequenceClassification,
+    'regression': BertForSequenceClassification,
+    'multi_label': BertForSequenceClassification,
+    'choice': BertForMultipleChoice,
+    'tagging': BertForTokenClassification,
+    'span': BertForQuestionAnswering,
+}

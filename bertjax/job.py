@@ -6,7 +6,7 @@ the loop, the step, the checkpoints, the metrics and the resume are then the sam
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -42,6 +42,7 @@ class CheckpointSettings:
           f'keep_every {self.keep_every} at least 0')
 
 
+@runtime_checkable
 class Stream(Protocol):
   """The batches of a stage; batch s is a pure function of the data, the seed and s.
 
@@ -58,6 +59,7 @@ class Stream(Protocol):
     ...
 
 
+@runtime_checkable
 class Evaluator(Protocol):
   """Measures a model on data that it was not trained on; each example counts once.
 

@@ -1,4 +1,4 @@
-"""Losses and accuracies of the pre-training heads, as sums and weights.
+"""Losses and accuracies of all heads, as sums and weights.
 
 Nothing here divides: a mean of means is wrong as soon as devices, hosts or accumulation steps hold
 different numbers of labels. Sums and weights add up over all of them, and `mean` divides once.
@@ -18,12 +18,13 @@ class Sums(NamedTuple):
 
   Attributes:
     loss: sum of weight * cross entropy, in nats.
-    correct: sum of weight over the examples whose highest logit is the label's.
+    correct: sum of weight over the examples whose highest logit is the label's; None where hits
+      make no sense.
     weight: sum of the weights.
   """
 
   loss: Float[Array, '']
-  correct: Float[Array, '']
+  correct: Float[Array, ''] | None
   weight: Float[Array, '']
 
 
@@ -59,6 +60,71 @@ def next_sentence(
   """
   loss, _ = _cross_entropy(logits, labels)
   return _sums(loss, jnp.argmax(logits, axis=-1) == labels, weights)
+
+
+def classification(
+    logits: Float[Array, 'N C'], labels: Int[Array, 'N'], weights: Float[Array, 'N']
+) -> Sums:
+  """Cross entropy of rows, of tokens side by side, or over the choices of a row.
+
+  Args:
+    logits: scores of the C classes.
+    labels: in [0, C).
+    weights: 0 for filler rows and for tokens without a label.
+
+  Returns:
+    The sums over the N rows. Of tied scores the first counts as the answer.
+  """
+  loss, _ = _cross_entropy(logits, labels)
+  return _sums(loss, jnp.argmax(logits, axis=-1) == labels, weights)
+
+
+def regression(
+    predictions: Float[Array, 'N 1'], labels: Float[Array, 'N'], weights: Float[Array, 'N']
+) -> Sums:
+  """Squared error."""
+  error = jnp.square(predictions[:, 0] - labels)
+  return Sums(jnp.sum(error * weights), None, jnp.sum(weights))
+
+
+def multi_label(
+    logits: Float[Array, 'N C'], labels: Float[Array, 'N C'], weights: Float[Array, 'N']
+) -> Sums:
+  """Binary cross entropy, the mean over the C labels of a row; a hit has all of them right."""
+  # log(1 + exp(x)) - x * label, without overflow.
+  loss = (jax.nn.softplus(logits) - logits * labels).mean(-1)
+  correct = jnp.all((logits > 0) == (labels > 0.5), axis=-1)
+  return _sums(loss, correct, weights)
+
+
+def span(
+    logits: Float[Array, 'B T 2'], starts: Int[Array, 'B'], ends: Int[Array, 'B'],
+    weights: Float[Array, 'B'],
+) -> Sums:
+  """The mean of the cross entropies of start and end over the T positions of a row.
+
+  As in Google's code and in Transformers the padding positions take part. A row whose answer lies
+  outside [0, T) is left out, which is what `span_weights` says.
+
+  Args:
+    logits: start and end scores.
+    starts: position of the answer's first token; that of [CLS] for no answer.
+    ends: position of its last token.
+    weights: from `span_weights`.
+  """
+  inside = lambda positions: jnp.clip(positions, 0, logits.shape[1] - 1)
+  start_loss, _ = _cross_entropy(logits[..., 0], inside(starts))
+  end_loss, _ = _cross_entropy(logits[..., 1], inside(ends))
+  correct = ((jnp.argmax(logits[..., 0], -1) == starts)
+             & (jnp.argmax(logits[..., 1], -1) == ends))
+  return _sums((start_loss + end_loss) / 2, correct, weights)
+
+
+def span_weights(
+    starts: Int[Array, 'B'], ends: Int[Array, 'B'], weights: Float[Array, 'B'], length: int
+) -> Float[Array, 'B']:
+  """The weights, with 0 where the answer is outside the row's `length` positions."""
+  return jnp.where((starts < length) & (ends < length), weights, 0)
 
 
 def mean(total: Float[Array, ''], weight: Float[Array, '']) -> Float[Array, '']:

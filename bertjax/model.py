@@ -235,13 +235,14 @@ class Encoder(nnx.Module):
 
 
 class Bert(nnx.Module):
-  """The encoder with its embeddings and pooler."""
+  """The encoder with its embeddings and, unless its head reads tokens only, its pooler."""
 
-  def __init__(self, config: BertConfig, rngs: nnx.Rngs):
+  def __init__(self, config: BertConfig, rngs: nnx.Rngs, pooler: bool = True):
     self.config = config
     self.embeddings = Embeddings(config, rngs)
     self.encoder = Encoder(config, rngs)
-    self.pooler = Dense(config, config.hidden_size, config.hidden_size, rngs)
+    if pooler:
+      self.pooler = Dense(config, config.hidden_size, config.hidden_size, rngs)
 
   def __call__(
       self,
@@ -272,9 +273,10 @@ class Bert(nnx.Module):
       input_ids: Int[Array, 'B T'],
       token_type_ids: Int[Array, 'B T'],
       attention_mask: Int[Array, 'B T'],
+      dropout_keys: UInt[Array, 'B'] | None = None,
   ) -> Float[Array, 'layers B T D']:
-    """The embeddings' output and that of every layer, [L + 1, B, T, D] (no dropout)."""
-    embedded, layers = self._encode(input_ids, token_type_ids, attention_mask, None, True)
+    """The embeddings' output and that of every layer, [L + 1, B, T, D]."""
+    embedded, layers = self._encode(input_ids, token_type_ids, attention_mask, dropout_keys, True)
     every = jnp.concatenate([embedded[None], layers])
     return every.reshape(-1, *input_ids.shape, embedded.shape[-1])
 

@@ -60,3 +60,70 @@ def _pretraining_counts(batch):
 # Masked LM plus next sentence (paper, section 3.1). Without pairs every next-sentence weight is 0,
 # and the second term vanishes from loss and gradient.
 PRETRAINING = Objective(_pretraining_terms, _pretraining_weights, _pretraining_counts)
+
+
+class FineTuning(NamedTuple):
+  """A head's outputs, their loss and its weight, all of one batch.
+
+  Attributes:
+    outputs: (model, batch, dropout keys or None) -> what the head computes.
+    sums: (outputs, batch) -> loss and hits.
+    weight: batch -> the weight of the loss.
+  """
+
+  outputs: Callable[[nnx.Module, Batch, Array | None], Array]
+  sums: Callable[[Array, Batch], losses.Sums]
+  weight: Callable[[Batch], Float[Array, '']]
+
+
+def fine_tuning(kind: str) -> Objective:
+  """The loss of a head of that kind as an objective of the trainer, under the name of the kind."""
+  head = FINE_TUNING[kind]
+  return Objective(
+      terms=lambda model, batch, keys: {kind: head.sums(head.outputs(model, batch, keys), batch)},
+      weights=lambda batch: {kind: head.weight(batch)},
+      counts=lambda batch: {})
+
+
+def _outputs(model, batch, dropout_keys):
+  return model(
+      batch['input_ids'], batch['token_type_ids'], batch['attention_mask'], dropout_keys)
+
+
+def _row_weight(batch):
+  return jnp.sum(batch['weights'])
+
+
+def _of_rows(loss):
+  return FineTuning(
+      _outputs, lambda outputs, batch: loss(outputs, batch['labels'], batch['weights']),
+      _row_weight)
+
+
+def _tagging_sums(outputs, batch):
+  return losses.classification(
+      outputs.reshape(-1, outputs.shape[-1]), batch['labels'].reshape(-1),
+      batch['label_weights'].reshape(-1))
+
+
+def _span_weights(batch):
+  return losses.span_weights(batch['start_positions'], batch['end_positions'], batch['weights'],
+                             batch['input_ids'].shape[1])
+
+
+def _span_sums(outputs, batch):
+  return losses.span(
+      outputs, batch['start_positions'], batch['end_positions'], _span_weights(batch))
+
+
+# The kinds of bertjax.heads.HEADS. A batch holds, besides the tokens: `labels`, or start_positions
+# and end_positions; `weights` [B], 0 for filler rows; for tagging `label_weights` [B, T].
+FINE_TUNING = {
+    'classification': _of_rows(losses.classification),
+    'regression': _of_rows(losses.regression),
+    'multi_label': _of_rows(losses.multi_label),
+    'choice': _of_rows(losses.classification),
+    'tagging': FineTuning(
+        _outputs, _tagging_sums, lambda batch: jnp.sum(batch['label_weights'])),
+    'span': FineTuning(_outputs, _span_sums, lambda batch: jnp.sum(_span_weights(batch))),
+}

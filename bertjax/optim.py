@@ -16,8 +16,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
+
+_STACKED = 'encoder/layers/'  # parameters of the layers, stacked on a leading axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,10 @@ class OptimizerSettings:
     bias_correction: Adam's 1 / (1 - b^t) on both moments. BERT leaves it out, so that its first
       steps are about three times as long; fine-tuning on small sets may want it.
     clip_norm: global gradients longer than this are scaled down to it; 0 never clips.
+    layer_decay: the rate of each layer is that of the one above times this, that of the last layer
+      times it the head's; the embeddings count as one more layer below (ELECTRA, section 3.1).
+    freeze: 'none', 'embeddings', or 'encoder' (all but the head and the pooler).
+    freeze_layers: the first so many layers are frozen, and the embeddings with them.
   """
 
   name: str = 'adamw'
@@ -56,8 +63,16 @@ class OptimizerSettings:
   eps: float = 1e-6
   bias_correction: bool = False
   clip_norm: float = 1.0
+  layer_decay: float = 1.0
+  freeze: str = 'none'
+  freeze_layers: int = 0
 
   def __post_init__(self):
+    if self.freeze not in ('none', 'embeddings', 'encoder'):
+      raise ValueError(f"freeze is {self.freeze!r}; it must be 'none', 'embeddings' or 'encoder'")
+    if self.freeze_layers < 0 or not 0 < self.layer_decay <= 1:
+      raise ValueError(f'freeze_layers is {self.freeze_layers} and layer_decay {self.layer_decay}; '
+                       'the one must not be negative, the other in (0, 1]')
     if self.name != 'adamw':
       raise ValueError(f"optimizer name is {self.name!r}; the one there is is 'adamw'")
     if self.num_steps < 1:
@@ -121,9 +136,10 @@ def make(
   return optax.chain(
       _clip_transformation(settings.clip_norm),
       adam,
-      optax.add_decayed_weights(
-          settings.weight_decay, mask=decay_mask(abstract_params, settings.decay_exclude)
-      ),
+      _scaled(
+          optax.add_decayed_weights(
+              settings.weight_decay, mask=decay_mask(abstract_params, settings.decay_exclude)),
+          rate_multipliers(settings, abstract_params)),
       # Last, and `learning_rate` and `restart` rely on it.
       optax.scale_by_learning_rate(schedule(settings)),
   )
@@ -186,6 +202,68 @@ def decay_mask(params: PyTree, exclude: tuple[str, ...]) -> PyTree[bool]:
       )
   decays = [not any(re.search(pattern, path) for pattern in exclude) for path in paths]
   return jax.tree.unflatten(treedef, decays)
+
+
+def rate_multipliers(settings: OptimizerSettings, params: PyTree) -> PyTree:
+  """What the learning rate of each parameter is multiplied with; 0 where it is frozen.
+
+  Args:
+    settings: layer_decay, freeze and freeze_layers.
+    params: the parameter tree; only paths and shapes are read.
+
+  Returns:
+    A tree of floats, and of arrays [L, 1, ...] for the stacked layers.
+
+  Raises:
+    ValueError: more frozen layers than there are.
+  """
+  leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+  paths = {jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in leaves}
+  num_layers = next((leaf.shape[0] for path, leaf in paths.items() if _STACKED in path), 0)
+  if settings.freeze_layers > num_layers:
+    raise ValueError(
+        f'freeze_layers is {settings.freeze_layers}, but there are {num_layers} layers')
+  below = np.arange(num_layers)
+  of_layers = settings.layer_decay ** (num_layers - below).astype(float)
+  of_layers *= (below >= settings.freeze_layers) & (settings.freeze != 'encoder')
+  frozen = settings.freeze != 'none' or settings.freeze_layers > 0
+  of_embeddings = 0.0 if frozen else settings.layer_decay ** (num_layers + 1)
+
+  def one(path, leaf):
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    if _STACKED in name:
+      return of_layers.astype(np.float32).reshape(-1, *(1,) * (len(leaf.shape) - 1))
+    return of_embeddings if 'embeddings/' in name else 1.0
+
+  return jax.tree_util.tree_map_with_path(one, params)
+
+
+def hold(settings: OptimizerSettings, params: PyTree) -> PyTree:
+  """The parameters, with no gradient where they are frozen; what is below them costs nothing."""
+  if settings.freeze == 'none' and settings.freeze_layers == 0:
+    return params
+
+  def one(param, multiplier):
+    if np.all(multiplier == 0):
+      return jax.lax.stop_gradient(param)
+    if np.all(multiplier != 0):
+      return param
+    return jnp.where(multiplier == 0, jax.lax.stop_gradient(param), param)
+
+  return jax.tree.map(one, params, rate_multipliers(settings, params))
+
+
+def _scaled(
+    inner: optax.GradientTransformation, multipliers: PyTree
+) -> optax.GradientTransformation:
+  """`inner`, its updates multiplied; the state stays that of `inner`."""
+
+  def update(grads, state, params=None):
+    updates, state = inner.update(grads, state, params)
+    return jax.tree.map(
+        lambda u, m: u if np.all(m == 1) else u * m, updates, multipliers), state
+
+  return optax.GradientTransformation(inner.init, update)
 
 
 def scale_by_adam_uncorrected(b1: float, b2: float, eps: float) -> optax.GradientTransformation:

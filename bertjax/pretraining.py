@@ -13,34 +13,26 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from bertjax import (
-    checkpoint,
-    heads,
-    metrics,
-    model,
-    objectives,
-    sharding,
-    state,
-    train,
-    warm_start,
+  checkpoint,
+  heads,
+  metrics,
+  model,
+  objectives,
+  sharding,
+  state,
+  train,
+  warm_start,
 )
 from bertjax import config as config_lib
 from bertjax import settings as settings_lib
-from bertjax.alarms import Alarms, NonFiniteError
+from bertjax.alarms import Alarms
 from bertjax.config import ConfigError
 from bertjax.data import prepare, pretrain, shards
-from bertjax.data.build import BuildError
-from bertjax.data.corpus import CorpusError
-from bertjax.data.encoding import Tokenizer, TokenizerError
+from bertjax.data.encoding import Tokenizer
 from bertjax.data.sampling import SamplingError
-from bertjax.data.shards import ShardError
 from bertjax.evals.pretraining import PretrainingEvaluator
 from bertjax.job import Job, Stage
 from bertjax.settings import Settings
-
-# What a user can cause and mend: told in words, without a trace.
-EXPECTED_ERRORS = (
-    ConfigError, sharding.MeshError, prepare.DataError, ShardError, SamplingError, TokenizerError,
-    CorpusError, BuildError, checkpoint.CheckpointError, NonFiniteError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +49,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> int:
   """Pre-trains as configs/*.py say; the exit code is that of `train.train`.
 
   Raises:
-    One of EXPECTED_ERRORS, in words.
+    One of errors.EXPECTED, in words.
   """
   return train.train(job(config, epath.Path(workdir)), workdir)
 

@@ -6,7 +6,7 @@ import re
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
 
 AXES = ('data', 'fsdp', 'model')
 ROWS = ('data', 'fsdp')  # the batch axis of activations is split over both
@@ -91,7 +91,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
-def constrain_rows(x: Float[Array, 'rows *rest']) -> Float[Array, 'rows *rest']:
+def constrain_rows(x: Shaped[Array, 'rows *rest']) -> Shaped[Array, 'rows *rest']:
   """Holds XLA to splitting the leading axis over the batch's mesh axes; nothing outside a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:

@@ -25,20 +25,21 @@ def _metrics(sums: dict[str, losses.Sums]) -> Metrics:
   flat = {}
   for name, term in sums.items():
     flat[f'{name}_loss_sum'] = term.loss
-    flat[f'{name}_correct_sum'] = term.correct
+    if term.correct is not None:
+      flat[f'{name}_correct_sum'] = term.correct
     flat[f'{name}_weight'] = term.weight
   return flat
 
 
 def _gradients(
-    graphdef: nnx.GraphDef, objective: Objective, params: Params, batch: Batch,
-    keys: UInt[Array, 'B'], parts: int,
+    step: 'TrainStep', params: Params, batch: Batch, keys: UInt[Array, 'B'],
 ) -> tuple[Params, dict[str, losses.Sums]]:
-  """Gradient of the loss of the whole batch, computed over `parts` pieces of it in turn."""
-  weights = objective.weights(batch)
+  """Gradient of the loss of the whole batch, computed over pieces of it in turn."""
+  weights, parts = step.objective.weights(batch), step.accumulate
 
   def loss(params, batch, keys):
-    sums = objective.terms(nnx.merge(graphdef, params), batch, keys)
+    params = optim.hold(step.optimizer_settings, params)
+    sums = step.objective.terms(nnx.merge(step.graphdef, params), batch, keys)
     return sum(losses.mean(term.loss, weights[name]) for name, term in sums.items()), sums
 
   gradient = jax.grad(loss, has_aux=True)
@@ -67,7 +68,7 @@ class TrainStep:
     graphdef: the model without its parameters.
     objective: the losses.
     optimizer: from `optim.make(optimizer_settings, ...)`.
-    optimizer_settings: read for the rate that is logged.
+    optimizer_settings: read for the rate that is logged and for what is frozen.
     seed: of the dropout bits; they depend on it, the step and the row of the global batch.
     accumulate: parts into which a batch is cut to save memory.
   """
@@ -82,8 +83,7 @@ class TrainStep:
   def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     rows = batch['input_ids'].shape[0]
     keys = dropout.row_keys(self.seed, state.step, rows)
-    grads, sums = _gradients(
-        self.graphdef, self.objective, state.params, batch, keys, self.accumulate)
+    grads, sums = _gradients(self, state.params, batch, keys)
     norm = optim.global_norm(grads)
     rate = optim.learning_rate(self.optimizer_settings, state.opt_state)
     updates, opt_state = self.optimizer.update(

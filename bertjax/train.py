@@ -1,7 +1,7 @@
 """The training loop, to be read from top to bottom.
 
-  job -> state (resumed, from weights, or fresh) -> for every stage: the step, compiled once for each
-  shape of its batches, and the loop: evaluate if due, save if due, next batch, step, push metrics
+  job -> state (resumed, from weights, or fresh) -> for every stage: the step, compiled once for
+  each shape of its batches, and the loop: evaluate if due, save if due, fetch, step, push metrics
 
 Everything random is a function of the seed and the step, so a run that was killed and resumed ends
 with the same weights, bit for bit, as one that was not.

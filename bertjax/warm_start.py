@@ -1,4 +1,4 @@
-"""Weights to begin with from another checkpoint: taken over whole groups at a time, never in part."""
+"""Weights to begin with from another checkpoint: taken over in whole groups, never in part."""
 
 import re
 

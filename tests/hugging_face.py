@@ -28,6 +28,8 @@ _SINGLE = {
     'masked_lm/layer_norm': 'cls.predictions.transform.LayerNorm',
     'masked_lm/bias': 'cls.predictions.bias',
     'next_sentence': 'cls.seq_relationship',
+    'classifier': 'classifier',
+    'qa_outputs': 'qa_outputs',
 }
 
 

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
       for number, guesses in enumerate(model.fill_mask(text, args.top), 1):
         words = '  '.join(f'{guess.token} {guess.probability:.3f}' for guess in guesses)
         print(f'  {number}: {words}')
-  except (api.MaskError, checkpoint.CheckpointError) as error:
+  except (api.HeadError, api.MaskError, checkpoint.CheckpointError) as error:
     print(error, file=sys.stderr)
     return 2
   return 0

@@ -1,0 +1,58 @@
+"""The command line that training commands share: flags, logging, several processes, exit codes."""
+
+import logging as python_logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # before anything loads TensorFlow
+
+import ml_collections
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from bertjax import host_memory
+
+_CONFIG = config_flags.DEFINE_config_file('config', None, 'configs/NAME.py')
+_WORKDIR = flags.DEFINE_string('workdir', None, 'folder of checkpoints and logs, local or gs://')
+_COORDINATOR = flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0')
+_PROCESSES = flags.DEFINE_integer('num_processes', None, 'how many processes train together')
+_PROCESS = flags.DEFINE_integer('process_id', None, 'which of them this is')
+_DISTRIBUTED = flags.DEFINE_boolean(
+    'distributed', False, 'several processes, found out from Cloud TPU, Slurm or GKE')
+
+
+def run(entry: Callable[[ml_collections.ConfigDict, str], int]) -> None:
+  """Reads the flags and exits with what `entry(config, workdir)` returns.
+
+  Exit codes besides: 1 an error, in words; 2 input or a configuration that cannot be used.
+  """
+  flags.mark_flags_as_required(['config', 'workdir'])
+  app.run(lambda argv: sys.exit(_main(argv, entry)))
+
+
+def _main(argv: Sequence[str], entry) -> int:
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}')
+  given = [flag.value is not None for flag in (_COORDINATOR, _PROCESSES, _PROCESS)]
+  if any(given) and not all(given):
+    raise app.UsageError(
+        '--coordinator_address, --num_processes and --process_id go together: without one of them '
+        'each process would train alone, into one workdir')
+  logging.set_verbosity(logging.INFO)
+  logging.get_absl_handler().setFormatter(
+      python_logging.Formatter('%(asctime)s %(levelname).1s %(message)s', '%H:%M:%S'))
+  host_memory.keep_freed_memory()
+  import jax  # after the flags: a wrong one is answered at once
+
+  from bertjax import errors
+
+  if _DISTRIBUTED.value:
+    jax.distributed.initialize()  # asks the environment: Cloud TPU, Slurm, GKE
+  elif _PROCESSES.value is not None:
+    jax.distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+  try:
+    return entry(_CONFIG.value, _WORKDIR.value)
+  except errors.EXPECTED as error:  # known by name and said in words: no trace
+    logging.error('%s', error)
+    return 2 if isinstance(error, ValueError) else 1

@@ -1,0 +1,32 @@
+"""Reading a whole text file of a task: UTF-8 whatever the locale, or an error that says where."""
+
+from etils import epath
+
+
+def read(path: epath.PathLike, error: type[ValueError]) -> str:
+  """The text of a file, without a byte order mark; line ends are left as they are.
+
+  Args:
+    path: a file, local or gs://.
+    error: what is raised.
+
+  Raises:
+    error: no such file, a folder, or no UTF-8 text; with file, line and byte.
+  """
+  path = epath.Path(path)
+  if not path.exists():
+    raise error(f'{path}: no such file')
+  if path.is_dir():
+    raise error(f'{path}: is a folder; name a file in it')
+  content = path.read_bytes()
+  try:
+    text = content.decode('utf-8-sig')
+  except UnicodeDecodeError as bad:
+    line = content.count(b'\n', 0, bad.start) + 1
+    raise error(f'{path}: line {line}: not UTF-8 text at byte {bad.start}; unpack the file if it is'
+                ' an archive, or save it as UTF-8') from bad
+  nul = text.find('\0')
+  if nul >= 0:
+    line = text.count('\n', 0, nul) + 1
+    raise error(f'{path}: line {line}: a NUL byte, so this is no text file; name the right one')
+  return text

@@ -1,0 +1,20 @@
+"""What a user can cause and mend: told in words, without a trace, and with an exit code."""
+
+from bertjax.alarms import NonFiniteError
+from bertjax.checkpoint import CheckpointError
+from bertjax.config import ConfigError
+from bertjax.data.build import BuildError
+from bertjax.data.corpus import CorpusError
+from bertjax.data.encoding import TokenizerError
+from bertjax.data.prepare import DataError
+from bertjax.data.rows import DataError as RowsError
+from bertjax.data.sampling import SamplingError
+from bertjax.data.shards import ShardError
+from bertjax.data.squad import SquadError
+from bertjax.data.swag import SwagError
+from bertjax.data.tagging import TaggingError
+from bertjax.sharding import MeshError
+
+EXPECTED = (
+    BuildError, CheckpointError, ConfigError, CorpusError, DataError, MeshError, NonFiniteError,
+    RowsError, SamplingError, ShardError, SquadError, SwagError, TaggingError, TokenizerError)

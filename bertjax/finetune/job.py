@@ -1,0 +1,238 @@
+"""Fine-tuning as a job of the loop.
+
+    init_from ── sizes, tokenizer, weights ──┐
+    Task ── examples, head, scores ──────────┴──> Job ──> train.train
+"""
+
+import dataclasses
+import hashlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+
+from bertjax import checkpoint, heads, metrics, objectives, sharding, state, warm_start
+from bertjax import config as config_lib
+from bertjax.config import ConfigError
+from bertjax.data import examples as examples_lib
+from bertjax.data import tokenizer as tokenizer_lib
+from bertjax.data.encoding import Tokenizer
+from bertjax.evals import predictions
+from bertjax.finetune import best
+from bertjax.finetune import settings as settings_lib
+from bertjax.finetune.settings import Settings
+from bertjax.finetune.task import Split, Task
+from bertjax.job import CheckpointSettings, Job, Scores, Stage
+from bertjax.model import BertConfig
+
+
+class Origin(NamedTuple):
+  """The checkpoint that a run begins with.
+
+  Attributes:
+    path: as given.
+    metadata: what it says of itself.
+    tokenizer: its tokenizer.
+    tokenizer_folder: whose files every checkpoint of the run carries.
+  """
+
+  path: epath.Path
+  metadata: dict[str, Any]
+  tokenizer: Tokenizer
+  tokenizer_folder: epath.Path
+
+  @property
+  def head(self) -> dict[str, Any]:
+    return self.metadata.get('head', {'kind': 'pretraining'})
+
+
+def open_origin(path: str) -> Origin:
+  """A checkpoint to begin with; of a fine-tuning workdir its best model.
+
+  Raises:
+    ConfigError: nothing is given.
+    CheckpointError: there is no complete checkpoint.
+  """
+  if not path:
+    raise ConfigError('init_from is empty: give --config.init_from=CHECKPOINT, from bertjax.main '
+                      'or bertjax.convert.import_checkpoint')
+  folder = epath.Path(path)
+  if (folder / best.FOLDER).exists():
+    folder = folder / best.FOLDER
+  tokenizer_folder = checkpoint.tokenizer_folder(folder)
+  return Origin(folder, checkpoint.read_metadata(folder), tokenizer_lib.load(tokenizer_folder),
+                tokenizer_folder)
+
+
+def bert_config(settings: Settings, origin: Origin) -> BertConfig:
+  """The checkpoint's sizes with what the configuration changes.
+
+  Raises:
+    ConfigError: a change of what the weights depend on, or rows longer than the positions.
+  """
+  stored = origin.metadata['config']['model']
+  free = ('dtype', 'remat', 'scan_unroll', 'hidden_dropout_prob', 'attention_probs_dropout_prob')
+  for name, value in settings.model.items():
+    if name not in free and stored.get(name) != value:
+      raise ConfigError(f'model.{name} is {value}, but {stored.get(name)} in {origin.path}; only '
+                        f'{", ".join(free)} may be changed')
+  config = config_lib.build(BertConfig, stored | dict(settings.model), 'model')
+  if settings.max_length > config.max_position_embeddings:
+    raise ConfigError(f'seq_lengths goes up to {settings.max_length}, but the model has '
+                      f'{config.max_position_embeddings} positions')
+  return config
+
+
+def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> Job:
+  """What the loop needs to know of this fine-tuning."""
+  mesh = sharding.make_mesh(settings.mesh)
+  _check_batch(settings, mesh)
+  bert = bert_config(settings, origin)
+  head = heads.HeadConfig(task.kind, task.num_outputs, **dataclasses.asdict(settings.head))
+  build = lambda rngs: heads.HEADS[task.kind](bert, head, rngs)
+  stream = examples_lib.EpochBatches(
+      task.train, settings.seq_lengths, settings.batch_size, settings.seed, jax.process_index(),
+      jax.process_count())
+  num_steps = settings.num_epochs * stream.steps_per_epoch
+  evaluate_every = settings.evaluate.every or stream.steps_per_epoch
+  resolved = settings_lib.to_json(settings) | {'model': dataclasses.asdict(bert)}
+  metadata = {
+      'config': resolved, 'data_hash': _content_hash(task.train),
+      'tokenizer_hash': origin.tokenizer.hash(),
+      'head': {'kind': task.kind, 'labels': list(task.labels), 'task': task.name,
+               'config': dataclasses.asdict(head)} | task.facts}
+  metric = settings.evaluate.metric or task.metric
+  keeper = best.Keeper(workdir, metric, evaluate_every, settings.evaluate.patience, metadata,
+                       origin.tokenizer_folder, task.learned)
+  optimizer = settings.optimizer_settings(num_steps)
+  rows = task.train.tokens['input_ids'][0].size // task.train.tokens['input_ids'][0].shape[-1]
+  stage = Stage(
+      num_steps=num_steps, batch_size=settings.batch_size, optimizer=optimizer,
+      open=lambda: stream, accumulate=settings.accumulate,
+      flops_per_example=rows * metrics.model_flops_per_example(
+          hidden_size=bert.hidden_size, num_hidden_layers=bert.num_hidden_layers,
+          intermediate_size=bert.intermediate_size, vocab_size=bert.vocab_size,
+          seq_length=round(stream.mean_length), num_predictions=0))
+  return Job(
+      title=f'fine-tuning: {task.name}', build=build,
+      objective=objectives.fine_tuning(task.kind), stages=(stage,), mesh=mesh, seed=settings.seed,
+      metadata=metadata, tokenizer=origin.tokenizer_folder,
+      checkpoint=CheckpointSettings(
+          settings.checkpoint.every or stream.steps_per_epoch, settings.checkpoint.keep_last),
+      log_every=settings.log_every, evaluate_every=evaluate_every,
+      open_evaluator=lambda: _evaluator(settings, build, task, mesh, metric),
+      initial=None if settings.from_scratch else lambda: _initial(settings, origin, task, build),
+      differences=lambda stored, step: settings_lib.differences(stored, resolved),
+      describe=lambda: _describe(settings, origin, task, bert, head, stream, optimizer),
+      judge=keeper.judge, is_over=keeper.is_over,
+      farewell=lambda workdir: [
+          f'  python -m bertjax.tools.plot {workdir}',
+          f'  python -m bertjax.convert.export --checkpoint {workdir} --to hf --output hf_dir/'])
+
+
+def _check_batch(settings: Settings, mesh: jax.sharding.Mesh) -> None:
+  ways = mesh.shape['data'] * mesh.shape['fsdp']
+  if ways % jax.process_count():
+    raise ConfigError(f'mesh: data * fsdp = {ways} is not divisible by the {jax.process_count()} '
+                      'processes, each of which feeds its own rows')
+  ways *= settings.accumulate
+  if settings.batch_size % ways:
+    near = max(ways, round(settings.batch_size / ways) * ways)
+    raise ConfigError(f'batch_size {settings.batch_size} is not divisible by data * fsdp * '
+                      f'accumulate = {ways}; try {near}')
+
+
+def _content_hash(examples: examples_lib.Examples) -> str:
+  """Of all that the model sees in training."""
+  digest = hashlib.sha256()
+  for name, arrays in sorted(examples.tokens.items()):
+    digest.update(f'{name} {len(arrays)}\n'.encode())
+    for array in arrays:
+      digest.update(np.int64(array.shape[-1]).tobytes() + array.tobytes())
+  for name, values in sorted(examples.values.items()):
+    digest.update(f'{name} {values.shape} {values.dtype}\n'.encode() + values.tobytes())
+  return digest.hexdigest()
+
+
+def _initial(settings, origin: Origin, task: Task, build) -> tuple[state.Params, str]:
+  """The encoder of the checkpoint, and its head if that is of this very task."""
+  _, shapes = state.split(build)
+  same = (origin.head['kind'] == task.kind
+          and tuple(origin.head.get('labels', ())) == task.labels)
+  drop = () if same else ('classifier', 'qa_outputs', 'layer_weights')
+  params, new, unused = warm_start.complete(
+      checkpoint.restore_params(origin.path), shapes, build, settings.seed, drop)
+  return params, warm_start.in_words(str(origin.path), origin.metadata['step'], new, unused)
+
+
+def _describe(settings, origin, task, bert, head, stream, optimizer) -> list[str]:
+  shapes = ', '.join(' x '.join(map(str, shape['input_ids'][0])) for shape in stream.shapes)
+  splits = ', '.join(f'{split.name} {len(split.examples):,}' for split in task.splits) or 'none'
+  frozen = f', frozen: {optimizer.freeze}' if optimizer.freeze != 'none' else ''
+  if optimizer.freeze_layers:
+    frozen += f', first {optimizer.freeze_layers} layers frozen'
+  return [
+      f'model       {bert.num_hidden_layers} layers, {bert.hidden_size} wide; computing in '
+      f'{bert.dtype}, dropout {bert.hidden_dropout_prob}, head {head.dropout}',
+      f'head        {task.kind}, {head.num_outputs} output(s) {list(task.labels)[:12]}, reads '
+      f'{head.layers}',
+      f'data        {len(task.train):,} training examples; evaluated on {splits}',
+      f'shapes      {shapes}; {stream.statistics["padding"]:.1%} padding',
+      f'baseline    {task.baseline or "none"}',
+      f'steps       {optimizer.num_steps:,} = {settings.num_epochs} epochs of '
+      f'{stream.steps_per_epoch:,}; rate {optimizer.learning_rate:g}, warm-up '
+      f'{optimizer.warmup_steps:,}, layer decay {optimizer.layer_decay:g}, bias correction: '
+      f'{optimizer.bias_correction}{frozen}',
+  ]
+
+
+# --- Evaluation ---------------------------------------------------------------------------------
+
+
+class TaskEvaluator:
+  """Scores of all splits together (a job.Evaluator).
+
+  Those of the first split have their plain names, those of others the split's before it.
+  """
+
+  split = 'dev'
+
+  def __init__(self, splits: tuple[tuple[Split, predictions.Predictor], ...]):
+    self._splits = splits
+
+  def run(self, params: state.Params, stopped=lambda: False) -> Scores | None:
+    """The scores and, where examples have targets, the loss; None if `stopped` in between."""
+    scores: Scores = {}
+    for number, (split, predictor) in enumerate(self._splits):
+      found = predictor.run(params, stopped)
+      if found is None:
+        return None
+      own = ({} if found.loss is None else {'loss': found.loss}) | split.scores(found.outputs)
+      scores |= {name if number == 0 else f'{split.name}/{name}': value
+                 for name, value in own.items()}
+    return scores
+
+
+def predictors(
+    settings: Settings, build, task: Task, splits: tuple[Split, ...], mesh: jax.sharding.Mesh
+) -> tuple[tuple[Split, predictions.Predictor], ...]:
+  """One of each split; all share a compiled function."""
+  graphdef, _ = state.split(build)
+  with_loss = all(predictions.has_targets(split.examples) for split in splits)
+  step = predictions.jit_outputs(graphdef, task.kind, with_loss)
+  size = settings.evaluate.batch_size or settings.batch_size
+  return tuple((split, predictions.Predictor(
+      step, split.examples, settings.seq_lengths, size, mesh)) for split in splits)
+
+
+def _evaluator(settings, build, task: Task, mesh, metric: str) -> TaskEvaluator | None:
+  splits = tuple(split for split in task.splits if split.scores is not None)
+  if not splits:
+    logging.warning('No labelled dev data: nothing is evaluated, and the last model is the best')
+    return None
+  known = set(task.baseline) | {'loss'}
+  if task.baseline and metric not in known and '/' not in metric:
+    raise ConfigError(f'evaluate.metric {metric!r} is not one of {", ".join(sorted(known))}')
+  return TaskEvaluator(predictors(settings, build, task, splits, mesh))

@@ -1,0 +1,85 @@
+"""Trains, evaluates or predicts: what all fine-tuning entry points share.
+
+    LoadTask(settings, origin) ──> Task ──> sweep.run (train)
+                                       └──> Predictor ──> scores (eval), files (predict)
+"""
+
+import json
+from collections.abc import Callable
+
+import jax
+from absl import logging
+from etils import epath
+
+from bertjax import checkpoint, heads, sharding, state
+from bertjax.config import ConfigError
+from bertjax.data.encoding import write_files
+from bertjax.evals import predictions
+from bertjax.finetune import best, sweep
+from bertjax.finetune.job import Origin, bert_config, open_origin, predictors
+from bertjax.finetune.settings import Settings
+from bertjax.finetune.task import Split, Task
+
+LoadTask = Callable[[Settings, Origin], Task]
+
+
+def run(settings: Settings, workdir: str, load_task: LoadTask) -> int:
+  """Trains, evaluates or predicts, as `settings.mode` says; returns the exit code.
+
+  Raises:
+    One of errors.EXPECTED, in words.
+  """
+  home = epath.Path(workdir)
+  if settings.mode == 'train':
+    origin = open_origin(settings.init_from)
+    return sweep.run(settings, home, origin, load_task(settings, origin))
+  trained = (home / best.FOLDER).exists() or (home / 'checkpoints').exists()
+  origin = open_origin(str(home) if trained else settings.init_from)
+  logging.info('Model: %s, step %s', origin.path, origin.metadata['step'])
+  task = load_task(settings, origin)
+  if origin.head['kind'] != task.kind or tuple(origin.head.get('labels', ())) != task.labels:
+    raise ConfigError(
+        f'{origin.path} has a head of kind {origin.head["kind"]} with labels '
+        f'{origin.head.get("labels", [])}, and the task is of kind {task.kind} with '
+        f'{list(task.labels)}; fine-tune it first (mode=train)')
+  return _apply(settings, home, origin, task)
+
+
+def _apply(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> int:
+  """Evaluates or predicts with a fine-tuned model.
+
+  mode=eval prints scores as JSON and writes scores.json; mode=predict writes the files of the task
+  into WORKDIR/predictions.
+
+  Raises:
+    ConfigError: no data, or no labels to evaluate with.
+  """
+  if not task.splits:
+    raise ConfigError('no data to evaluate or predict: set data.path, data.dev or data.test')
+  mesh = sharding.make_mesh(settings.mesh)
+  head = heads.HeadConfig(**origin.head['config']) if 'config' in origin.head else (
+      heads.HeadConfig(task.kind, task.num_outputs))
+  bert = bert_config(settings, origin)
+  build = lambda rngs: heads.HEADS[task.kind](bert, head, rngs)
+  with jax.set_mesh(mesh):
+    _, shapes = state.split(build)
+    params = jax.device_put(checkpoint.restore_params(origin.path, abstract=shapes),
+                            sharding.shardings(shapes, mesh))
+    for split, predictor in predictors(settings, build, task, task.splits, mesh):
+      found = predictor.run(params)
+      if settings.mode == 'eval':
+        _report(workdir, split, found)
+      elif jax.process_index() == 0:
+        for file in split.write(found.outputs, workdir / 'predictions'):
+          logging.info('%s: %d predictions in %s', split.name, len(split.examples), file)
+  return 0
+
+
+def _report(workdir: epath.Path, split: Split, found: predictions.Predicted) -> None:
+  if split.scores is None:
+    raise ConfigError(f'{split.name} has no labels: it can be predicted (mode=predict), not scored')
+  scores = ({} if found.loss is None else {'loss': found.loss}) | split.scores(found.outputs)
+  text = json.dumps({'split': split.name} | scores)
+  if jax.process_index() == 0:
+    print(text)
+    write_files(workdir, {f'scores_{split.name}.json': f'{text}\n'.encode()})

@@ -1,0 +1,101 @@
+"""Several runs in one command: seeds and learning rates, and a table of what came out.
+
+Fine-tuning on little data depends on the seed so much that a single run says little; some runs
+never leave the answer that knows nothing (Devlin et al. 2018, section 4.1; Mosbach et al. 2021).
+"""
+
+import dataclasses
+import itertools
+import json
+import statistics
+from typing import Any
+
+import jax
+from absl import logging
+from etils import epath
+
+from bertjax import train
+from bertjax.config import ConfigError
+from bertjax.data.encoding import write_files
+from bertjax.finetune import best
+from bertjax.finetune.job import Origin, job
+from bertjax.finetune.settings import Settings
+from bertjax.finetune.task import Task
+
+RESULTS = 'results.json'
+
+
+def run(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> int:
+  """One run, or one for each learning rate and seed in folders of their own; the exit code.
+
+  results.json has a record of each; with several runs a table is printed.
+
+  Raises:
+    ConfigError: no training data, or a learning rate that is not positive.
+  """
+  if task.train is None:
+    raise ConfigError('no training data: set data.train or data.path')
+  if any(not rate > 0 for rate in settings.learning_rates):
+    raise ConfigError(f'learning_rates {settings.learning_rates}: each must be positive')
+  results = []
+  for name, own in runs(settings):
+    folder = workdir / name if name else workdir
+    code = train.train(job(own, folder, origin, task), folder)
+    if code:
+      return code
+    results.append(_result(own, folder, task))
+  if jax.process_index() == 0:
+    write_files(workdir, {RESULTS: (json.dumps(results, indent=2) + '\n').encode()})
+    if len(results) > 1:
+      print(table(results))
+  return 0
+
+
+def runs(settings: Settings) -> list[tuple[str, Settings]]:
+  """The name of the folder and the settings of each run; one with the name '' if there is one."""
+  if not settings.seeds and not settings.learning_rates:
+    return [('', settings)]
+  rates = settings.learning_rates or (settings.optimizer_settings(1).learning_rate,)
+  return [
+      (f'lr{rate:g}_seed{seed}', dataclasses.replace(
+          settings, seed=seed, seeds=(), learning_rates=(),
+          optimizer=dict(settings.optimizer) | {'learning_rate': rate}))
+      for rate, seed in itertools.product(rates, settings.seeds or (settings.seed,))]
+
+
+def _result(settings: Settings, folder: epath.Path, task: Task) -> dict[str, Any]:
+  found = {'task': task.name, 'seed': settings.seed,
+           'learning_rate': settings.optimizer_settings(1).learning_rate}
+  stored = best.read(folder)
+  if stored is None:
+    return found
+  metric = stored['metric']
+  score, baseline = stored['scores'][metric], task.baseline.get(metric)
+  failed = baseline is not None and not best.is_better(metric, score, baseline)
+  if failed:
+    logging.warning('%s: %s is %s, no better than knowing nothing (%s)', folder, metric, score,
+                    baseline)
+  return found | {'metric': metric, 'step': stored['step'], 'score': score,
+                  'baseline': baseline, 'failed': failed, 'scores': stored['scores']}
+
+
+def table(results: list[dict[str, Any]]) -> str:
+  """Median, best and failed runs of each learning rate, as text."""
+  scored = [result for result in results if result.get('score') is not None]
+  if not scored:
+    return f'{len(results)} runs, and nothing was evaluated'
+  metric, baseline = scored[0]['metric'], scored[0]['baseline']
+  knows_nothing = 'none' if baseline is None else f'{baseline:.4f}'
+  lines = [f'{scored[0]["task"]}: {metric} of the best checkpoint of each run; an answer that '
+           f'knows nothing: {knows_nothing}',
+           f'{"learning rate":>13}  {"runs":>4}  {"failed":>6}  {"median":>8}  {"best":>8}  '
+           f'{"worst":>8}  {"deviation":>9}']
+  for rate in dict.fromkeys(result['learning_rate'] for result in scored):
+    rows = [result for result in scored if result['learning_rate'] == rate]
+    scores = sorted(row['score'] for row in rows)
+    top, bottom = (scores[0], scores[-1]) if metric.endswith('loss') else (scores[-1], scores[0])
+    deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0
+    lines.append(f'{rate:>13g}  {len(rows):>4}  {sum(row["failed"] for row in rows):>6}  '
+                 f'{statistics.median(scores):>8.4f}  {top:>8.4f}  {bottom:>8.4f}  '
+                 f'{deviation:>9.4f}')
+  return '\n'.join(lines)
