@@ -30,7 +30,7 @@ setuptools.setup(
         'numpy>=2',
         'optax>=0.2.8',
         'orbax-checkpoint>=0.12.8,<0.13',
-        'safetensors>=0.4',
+        'ml_dtypes',
         'scipy',
         'sentencepiece>=0.2.1',
         'sentencex>=1.0',
@@ -42,7 +42,7 @@ setuptools.setup(
     ],
     extras_require={
         'test': [
-            'beartype', 'chex', 'hypothesis', 'pytest>=8', 'pytest-xdist', 'ruff',
+            'beartype', 'chex', 'hypothesis', 'pytest>=8', 'pytest-xdist', 'ruff', 'safetensors',
         ],
         'tpu': ['jax[tpu]>=0.10'],
         'cuda': ['jax[cuda13]>=0.10'],

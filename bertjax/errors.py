@@ -3,6 +3,7 @@
 from bertjax.alarms import NonFiniteError
 from bertjax.checkpoint import CheckpointError
 from bertjax.config import ConfigError
+from bertjax.convert.names import ConversionError
 from bertjax.data.build import BuildError
 from bertjax.data.corpus import CorpusError
 from bertjax.data.encoding import TokenizerError
@@ -13,8 +14,9 @@ from bertjax.data.shards import ShardError
 from bertjax.data.squad import SquadError
 from bertjax.data.swag import SwagError
 from bertjax.data.tagging import TaggingError
+from bertjax.evals.entity_scores import EntityError
 from bertjax.sharding import MeshError
 
 EXPECTED = (
-    BuildError, CheckpointError, ConfigError, CorpusError, DataError, MeshError, NonFiniteError,
-    RowsError, SamplingError, ShardError, SquadError, SwagError, TaggingError, TokenizerError)
+    BuildError, CheckpointError, ConfigError, ConversionError, CorpusError, DataError, EntityError,
+    MeshError, NonFiniteError, RowsError, SamplingError, ShardError, SquadError, SwagError, TaggingError, TokenizerError)

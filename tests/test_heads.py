@@ -96,9 +96,12 @@ def _without_noise(tree, name):
   """
   zero = np.zeros(())
   tree['bert']['encoder']['layers']['attention']['key']['bias'] = zero
-  head = {'qa': 'qa_outputs', 'mc': 'classifier'}.get(name)
-  if head:
-    tree[head]['bias'] = zero
+  if name == 'mc':
+    tree['classifier']['bias'] = zero
+  if name == 'qa':
+    tree['qa_outputs']['bias'] = zero
+    norm = tree['bert']['encoder']['layers']['output_layer_norm']
+    norm['bias'] = np.asarray(norm['bias'])[:-1]  # of the last layer: added to every position
   words = tree['bert']['embeddings']['word_embeddings']
   words['embedding'] = np.asarray(words['embedding'])[1:]
 

@@ -16,7 +16,7 @@ KINDS = {'classification': 3, 'regression': 1, 'multi_label': 4, 'choice': 1, 't
 CONFIG = parity_data.CONFIG
 # Under the names of bertjax.optim.OptimizerSettings.
 OPTIMIZER = parity_data.OPTIMIZER | {
-    'learning_rate': 1e-3, 'num_steps': 100, 'bias_correction': True}
+    'num_steps': 100, 'bias_correction': True}
 BATCH_SIZE, SEQ_LENGTH, NUM_CHOICES = 16, 32, 4
 LONGEST = 14  # words of a segment; two of them and three specials leave padding in every row
 GROUPS = 5  # of words; the labels depend on them, so that they can be learnt
@@ -110,11 +110,11 @@ def _multi_label(draw: np.random.RandomState) -> Row:
 
 
 def _choice(draw: np.random.RandomState) -> Row:
-  """The right one of the second segments is of the first one's group."""
-  groups = draw.permutation(GROUPS)[:NUM_CHOICES]
+  """The right one of the second segments is of group 0."""
   label = draw.randint(NUM_CHOICES)
-  first = _words(draw, [groups[label]])
-  choices = [_join(first, _words(draw, [group])) for group in groups]
+  first = _words(draw, range(GROUPS))
+  choices = [_join(first, _words(draw, [0] if number == label else range(1, GROUPS)))
+             for number in range(NUM_CHOICES)]
   return {name: np.stack([choice[name] for choice in choices]) for name in choices[0]} | {
       'labels': np.int32(label)}
 
