@@ -3,7 +3,6 @@
 from bertjax.alarms import NonFiniteError
 from bertjax.checkpoint import CheckpointError
 from bertjax.config import ConfigError
-from bertjax.convert.names import ConversionError
 from bertjax.data.build import BuildError
 from bertjax.data.corpus import CorpusError
 from bertjax.data.encoding import TokenizerError
@@ -18,5 +17,6 @@ from bertjax.evals.entity_scores import EntityError
 from bertjax.sharding import MeshError
 
 EXPECTED = (
-    BuildError, CheckpointError, ConfigError, ConversionError, CorpusError, DataError, EntityError,
-    MeshError, NonFiniteError, RowsError, SamplingError, ShardError, SquadError, SwagError, TaggingError, TokenizerError)
+    BuildError, CheckpointError, ConfigError, CorpusError, DataError, EntityError, MeshError,
+    NonFiniteError, RowsError, SamplingError, ShardError, SquadError, SwagError, TaggingError,
+    TokenizerError)
