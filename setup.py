@@ -42,7 +42,8 @@ setuptools.setup(
     ],
     extras_require={
         'test': [
-            'beartype', 'chex', 'hypothesis', 'pytest>=8', 'pytest-xdist', 'ruff', 'safetensors',
+            'beartype', 'chex', 'hypothesis', 'ipykernel', 'nbclient', 'pytest>=8', 'pytest-xdist',
+            'ruff', 'safetensors',
         ],
         'tpu': ['jax[tpu]>=0.10'],
         'cuda': ['jax[cuda13]>=0.10'],

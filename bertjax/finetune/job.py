@@ -58,9 +58,7 @@ def open_origin(path: str) -> Origin:
   if not path:
     raise ConfigError('init_from is empty: give --config.init_from=CHECKPOINT, from bertjax.main '
                       'or bertjax.convert.import_checkpoint')
-  folder = epath.Path(path)
-  if (folder / best.FOLDER).exists():
-    folder = folder / best.FOLDER
+  folder = best.find(path) or epath.Path(path)
   tokenizer_folder = checkpoint.tokenizer_folder(folder)
   return Origin(folder, checkpoint.read_metadata(folder), tokenizer_lib.load(tokenizer_folder),
                 tokenizer_folder)
@@ -107,6 +105,9 @@ def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
   keeper = best.Keeper(workdir, metric, evaluate_every, settings.evaluate.patience, metadata,
                        origin.tokenizer_folder, task.learned)
   optimizer = settings.optimizer_settings(num_steps)
+  if optimizer.freeze_layers > bert.num_hidden_layers:
+    raise ConfigError(f'optimizer.freeze_layers is {optimizer.freeze_layers}, but the model has '
+                      f'{bert.num_hidden_layers} layers')
   rows = task.train.tokens['input_ids'][0].size // task.train.tokens['input_ids'][0].shape[-1]
   stage = Stage(
       num_steps=num_steps, batch_size=settings.batch_size, optimizer=optimizer,
@@ -117,7 +118,9 @@ def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
           seq_length=round(stream.mean_length), num_predictions=0))
   return Job(
       title=f'fine-tuning: {task.name}', build=build,
-      objective=objectives.fine_tuning(task.kind), stages=(stage,), mesh=mesh, seed=settings.seed,
+      objective=objectives.fine_tuning(task.kind), stages=(stage,),
+      baselines={f'baseline/{name}': value for name, value in task.baseline.items()
+                 if value is not None}, mesh=mesh, seed=settings.seed,
       metadata=metadata, tokenizer=origin.tokenizer_folder,
       checkpoint=CheckpointSettings(
           settings.checkpoint.every or stream.steps_per_epoch, settings.checkpoint.keep_last),
@@ -156,12 +159,17 @@ def _content_hash(examples: examples_lib.Examples) -> str:
   return digest.hexdigest()
 
 
+def same_head(origin: Origin, task: Task) -> bool:
+  """Whether the checkpoint's head is of this very task: labels go by name and order."""
+  # What a regression calls its one output means nothing.
+  labels = tuple(origin.head.get('labels', ()))
+  return origin.head['kind'] == task.kind and (task.kind == 'regression' or labels == task.labels)
+
+
 def _initial(settings, origin: Origin, task: Task, build) -> tuple[state.Params, str]:
   """The encoder of the checkpoint, and its head if that is of this very task."""
   _, shapes = state.split(build)
-  same = (origin.head['kind'] == task.kind
-          and tuple(origin.head.get('labels', ())) == task.labels)
-  drop = () if same else ('classifier', 'qa_outputs', 'layer_weights')
+  drop = () if same_head(origin, task) else ('classifier', 'qa_outputs', 'layer_weights')
   params, new, unused = warm_start.complete(
       checkpoint.restore_params(origin.path), shapes, build, settings.seed, drop)
   return params, warm_start.in_words(str(origin.path), origin.metadata['step'], new, unused)
@@ -218,7 +226,14 @@ class TaskEvaluator:
 def predictors(
     settings: Settings, build, task: Task, splits: tuple[Split, ...], mesh: jax.sharding.Mesh
 ) -> tuple[tuple[Split, predictions.Predictor], ...]:
-  """One of each split; all share a compiled function."""
+  """One of each split; all share a compiled function.
+
+  Raises:
+    ConfigError: a split without examples, e.g. questions whose contexts are all empty.
+  """
+  empty = [split.name for split in splits if not len(split.examples)]
+  if empty:
+    raise ConfigError(f'{", ".join(empty)}: there is nothing in it that a model could look at')
   graphdef, _ = state.split(build)
   with_loss = all(predictions.has_targets(split.examples) for split in splits)
   step = predictions.jit_outputs(graphdef, task.kind, with_loss)
@@ -232,7 +247,9 @@ def _evaluator(settings, build, task: Task, mesh, metric: str) -> TaskEvaluator 
   if not splits:
     logging.warning('No labelled dev data: nothing is evaluated, and the last model is the best')
     return None
-  known = set(task.baseline) | {'loss'}
-  if task.baseline and metric not in known and '/' not in metric:
+  targets = all(predictions.has_targets(split.examples) for split in splits)
+  names = {*task.baseline, *(('loss',) if targets else ())}
+  known = names | {f'{split.name}/{name}' for split in splits[1:] for name in names}
+  if task.baseline and metric not in known:
     raise ConfigError(f'evaluate.metric {metric!r} is not one of {", ".join(sorted(known))}')
   return TaskEvaluator(predictors(settings, build, task, splits, mesh))

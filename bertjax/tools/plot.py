@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from etils import epath
 
 Records = list[dict]
+_MOST_SCORES = 4  # of a fine-tuning run; SQuAD has a dozen
 
 # One colour for a meaning in all panels; they differ in grey and for the colour-blind as well.
 _TRAIN, _HELDOUT, _BASELINE, _ALARM = '#4477aa', '#cc3311', '#555555', '#ee9933'
@@ -42,7 +43,7 @@ def read_records(file: epath.Path) -> Records:
           'killed may be cut short; going on with the run mends it, or delete the line'
       ) from None
     records.append(record)
-  if not any(record['split'] in ('train', 'heldout') for record in records):
+  if not any(record['split'] in ('train', 'heldout', 'dev') for record in records):
     raise PlotError(f'{file} holds no training step yet; wait for the first line of the run')
   return records
 
@@ -54,9 +55,7 @@ def draw(records: Records, title: str) -> bytes:
   matplotlib.use('Agg')
   from matplotlib import pyplot as plt
 
-  panels = [panel for panel in _PANELS if _series(records, 'train', panel[0])[0]]
-  if not panels:  # a run that was only evaluated
-    panels = [panel for panel in _PANELS if _series(records, 'heldout', panel[0])[0]]
+  panels = _panels(records)
   rows = -(-len(panels) // 2)
   figure, axes = plt.subplots(
       rows, 2, figsize=(13, 3.7 * rows), squeeze=False, layout='constrained')
@@ -94,13 +93,29 @@ _PANELS = (
 )
 
 
+def _panels(records: Records) -> list[tuple[str, str, tuple[str, str] | None]]:
+  """What there is to draw; of a fine-tuning run the loss and the scores on dev come first."""
+  scores = dict.fromkeys(
+      name for r in records if r['split'] == 'dev' for name in r
+      if name not in ('split', 'step', 'loss') and '/' not in name)
+  panels = [('loss', 'loss', None)] * any(r['split'] == 'dev' for r in records)
+  panels += [(name, f'{name} on dev', (f'baseline/{name}', 'knows nothing'))
+             for name in list(scores)[:_MOST_SCORES]]
+  trained = any(_series(records, 'train', panel[0])[0] for panel in _PANELS)
+  split = 'train' if trained else 'heldout'  # a run that was only evaluated
+  return panels + [panel for panel in _PANELS if _series(records, split, panel[0])[0]]
+
+
 def _draw_panel(axis, records: Records, name: str, baseline: tuple[str, str] | None) -> None:
   steps, values = _series(records, 'train', name)
   # Points show where the few records of a short run lie; in a long one they would be a smear.
-  axis.plot(steps, values, color=_TRAIN, label='training', marker='.' if len(steps) < 60 else None)
-  steps, values = _series(records, 'heldout', name)
+  marker = '.' if len(steps) < 60 else None
   if steps:
-    axis.plot(steps, values, color=_HELDOUT, label='held-out', marker='o', markersize=4, lw=1)
+    axis.plot(steps, values, color=_TRAIN, label='training', marker=marker)
+  for split, label in (('heldout', 'held-out'), ('dev', 'dev')):
+    steps, values = _series(records, split, name)
+    if steps:
+      axis.plot(steps, values, color=_HELDOUT, label=label, marker='o', markersize=4, lw=1)
   if baseline is not None:
     _draw_baseline(axis, records, *baseline)
   for i, step in enumerate(r['step'] for r in records if r['split'] == 'alarm'):
@@ -108,7 +123,7 @@ def _draw_panel(axis, records: Records, name: str, baseline: tuple[str, str] | N
 
 
 def _draw_baseline(axis, records: Records, name: str, label: str) -> None:
-  found = [r[name] for r in records if name in r]
+  found = [r[name] for r in records if r.get(name) is not None]
   if found:
     # The rate of labels differs a little from record to record: their median is the line.
     value = sorted(found)[len(found) // 2]
@@ -116,7 +131,8 @@ def _draw_baseline(axis, records: Records, name: str, label: str) -> None:
 
 
 def _series(records: Records, split: str, name: str) -> tuple[list, list]:
-  points = [(r['step'], r[name]) for r in records if r['split'] == split and name in r]
+  points = [(r['step'], r[name]) for r in records
+            if r['split'] == split and r.get(name) is not None]
   return [step for step, _ in points], [value for _, value in points]
 
 
