@@ -1,7 +1,8 @@
-"""AdamW as BERT uses it: no bias correction, decoupled decay chosen by path, linear schedule.
+"""AdamW as BERT uses it: no bias correction, decoupled decay chosen by path, linear schedule; LAMB.
 
 Source: google-research/bert optimization.py (AdamWeightDecayOptimizer, create_optimizer), except
 that clipping is by the norm of the global gradient, after the all-reduce and after accumulation.
+LAMB (You et al. 2020, algorithm 2) is as in MLCommons' lamb_optimizer_v1.py.
 
 A step uses it like this; the rate that is logged is read from the count that the update reads:
 
@@ -28,7 +29,7 @@ class OptimizerSettings:
   """All that shapes an update; stored with the checkpoint.
 
   Attributes:
-    name: the rule; 'adamw' is the only one.
+    name: the rule, 'adamw' or 'lamb'. LAMB takes `bias_correction=True` as MLCommons does.
     learning_rate: the peak of the schedule.
     warmup_steps: steps of linear warm-up from 0.
     num_steps: length of the whole schedule, warm-up included.
@@ -43,6 +44,8 @@ class OptimizerSettings:
     bias_correction: Adam's 1 / (1 - b^t) on both moments. BERT leaves it out, so that its first
       steps are about three times as long; fine-tuning on small sets may want it.
     clip_norm: global gradients longer than this are scaled down to it; 0 never clips.
+    trust_exempt: LAMB: whether what does not decay keeps the plain rate (MLCommons), instead of
+      being adapted like all else (the paper, optax).
     layer_decay: the rate of each layer is that of the one above times this, that of the last layer
       times it the head's; the embeddings count as one more layer below (ELECTRA, section 3.1).
     freeze: 'none', 'embeddings', or 'encoder' (all but the head and the pooler).
@@ -63,6 +66,7 @@ class OptimizerSettings:
   eps: float = 1e-6
   bias_correction: bool = False
   clip_norm: float = 1.0
+  trust_exempt: bool = True
   layer_decay: float = 1.0
   freeze: str = 'none'
   freeze_layers: int = 0
@@ -73,8 +77,8 @@ class OptimizerSettings:
     if self.freeze_layers < 0 or not 0 < self.layer_decay <= 1:
       raise ValueError(f'freeze_layers is {self.freeze_layers} and layer_decay {self.layer_decay}; '
                        'the one must not be negative, the other in (0, 1]')
-    if self.name != 'adamw':
-      raise ValueError(f"optimizer name is {self.name!r}; the one there is is 'adamw'")
+    if self.name not in ('adamw', 'lamb'):
+      raise ValueError(f"optimizer name is {self.name!r}; it must be 'adamw' or 'lamb'")
     if self.num_steps < 1:
       raise ValueError(f'num_steps of the schedule is {self.num_steps}; it must be at least 1')
     if not 0 <= self.warmup_steps <= self.num_steps:
@@ -133,13 +137,15 @@ def make(
     adam = optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)
   else:
     adam = scale_by_adam_uncorrected(b1=settings.b1, b2=settings.b2, eps=settings.eps)
+  decays = decay_mask(abstract_params, settings.decay_exclude)
+  decayed = optax.add_decayed_weights(settings.weight_decay, mask=decays)
+  if settings.name == 'lamb':
+    adapts = decays if settings.trust_exempt else jax.tree.map(lambda _: True, decays)
+    decayed = _adapted(decayed, adapts)
   return optax.chain(
       _clip_transformation(settings.clip_norm),
       adam,
-      _scaled(
-          optax.add_decayed_weights(
-              settings.weight_decay, mask=decay_mask(abstract_params, settings.decay_exclude)),
-          rate_multipliers(settings, abstract_params)),
+      _scaled(decayed, rate_multipliers(settings, abstract_params)),
       # Last, and `learning_rate` and `restart` rely on it.
       optax.scale_by_learning_rate(schedule(settings)),
   )
@@ -251,6 +257,34 @@ def hold(settings: OptimizerSettings, params: PyTree) -> PyTree:
     return jnp.where(multiplier == 0, jax.lax.stop_gradient(param), param)
 
   return jax.tree.map(one, params, rate_multipliers(settings, params))
+
+
+def _adapted(
+    inner: optax.GradientTransformation, adapts: PyTree[bool]
+) -> optax.GradientTransformation:
+  """`inner`, its updates scaled to the length of their parameters where `adapts` says so (LAMB).
+
+  The layers are stacked in one array; each of them is adapted by itself. The state stays that of
+  `inner`.
+  """
+
+  def ratio(param, update, stacked):
+    axes = tuple(range(1 if stacked else 0, param.ndim))
+    length = lambda x: jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True))
+    of_param, of_update = length(param), length(update)
+    both = (of_param > 0) & (of_update > 0)
+    return jnp.where(both, of_param / jnp.where(both, of_update, 1), 1)
+
+  def update(grads, state, params=None):
+    updates, state = inner.update(grads, state, params)
+
+    def one(path, update, param, adapt):
+      name = jax.tree_util.keystr(path, simple=True, separator='/')
+      return update * ratio(param, update, _STACKED in name) if adapt else update
+
+    return jax.tree_util.tree_map_with_path(one, updates, params, adapts), state
+
+  return optax.GradientTransformation(inner.init, update)
 
 
 def _scaled(

@@ -54,6 +54,7 @@ def get_config() -> ConfigDict:
       'learning_rate': 1e-4,
       'warmup_steps': 10_000,
       'end_learning_rate': 0.0,
+      'power': 1.0,  # of the decay
       'weight_decay': 0.01,
       'b1': 0.9,
       'b2': 0.999,

@@ -8,7 +8,7 @@ import pytest
 from bertjax import settings
 from bertjax.settings import ConfigError
 
-CONFIGS = ('quickstart', 'tiny', 'small', 'base', 'large')
+CONFIGS = ('quickstart', 'tiny', 'small', 'base', 'large', 'large_lamb', 'continue')
 
 
 def as_json(values):
