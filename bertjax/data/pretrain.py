@@ -12,7 +12,7 @@ this ahead of the training step and fixes the shapes.
 import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from absl import logging
@@ -90,6 +90,19 @@ class PretrainSettings:
 
 def _round_up(x: float) -> int:
   return int(np.ceil(np.round(x, 9)))  # 0.15 * 20 is a little above 3
+
+
+@runtime_checkable
+class Rows(Protocol):
+  """Rows of batches, each a pure function of its number: ExampleStream, packing.PackedStream."""
+
+  def batch(self, indices: Int[np.ndarray, 'b']) -> Batch:
+    """The rows with the given numbers."""
+    ...
+
+  def batch_shapes(self, batch_size: int) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
+    """Shape and type of each field of a batch of `batch_size` rows."""
+    ...
 
 
 class ExampleStream:
@@ -184,6 +197,24 @@ class ExampleStream:
           parts[field] = np.empty(len(rows), values.dtype)
         parts[field][here] = values
     return self._assemble(sampling.Parts(*parts), rows['key'], corpus)
+
+  def batch_shapes(self, batch_size: int) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
+    """Shape and type of each field of a batch of `batch_size` examples."""
+    return batch_shapes(self.settings, batch_size)
+
+  def lengths(self, indices: Int[np.ndarray, 'b']) -> Int[np.ndarray, 'b']:
+    """Tokens of each example, special ones included, without making it.
+
+    Raises:
+      IndexError: for a number that does not exist.
+    """
+    rows, corpus = self._locate(indices.astype(np.int64))
+    lengths = np.empty(len(rows), np.int64)
+    for c in np.unique(corpus).tolist():
+      here = corpus == c
+      parts = sampling.resolve(self._corpora[c], rows[here], self.rule)
+      lengths[here] = parts.len_a.astype(np.int64) + parts.len_b + 2 + (parts.len_b > 0)
+    return lengths
 
   def _locate(self, index):
     """Rows of sampling.EXAMPLE, and the corpus of each."""
@@ -337,7 +368,7 @@ def batch_shapes(
 
 
 def batches(
-    stream: ExampleStream,
+    stream: Rows,
     batch_size: int,
     first_step: int,
     num_steps: int,
@@ -346,11 +377,11 @@ def batches(
 ) -> Iterator[Batch]:
   """Batches of steps first_step, first_step + 1, ... through tf.data, as numpy arrays.
 
-  Step s holds examples s * batch_size to (s + 1) * batch_size - 1 of the stream; this process gets
-  its contiguous share of them.
+  Step s holds rows s * batch_size to (s + 1) * batch_size - 1 of the stream; this process gets its
+  contiguous share of them.
 
   Args:
-    stream: where the examples come from.
+    stream: where the rows come from; a row is an example, or several packed ones.
     batch_size: of the whole run, B.
     first_step: counted from 0; a run that resumes passes the number of steps done.
     num_steps: how many batches there are.
@@ -371,7 +402,7 @@ def batches(
   def make(step: np.int64) -> Batch:
     return stream.batch(int(step) * batch_size + offset)
 
-  return _through_tf_data(make, first_step, first_step + num_steps, stream.settings, size)
+  return _through_tf_data(make, first_step, first_step + num_steps, stream.batch_shapes(size))
 
 
 def heldout_batches(
@@ -409,14 +440,13 @@ def _fill_up(
   return out
 
 
-def _through_tf_data(make, begin, end, settings, batch_size):
+def _through_tf_data(make, begin, end, shapes):
   """Calls `make(step)` for each step in a tf.data pipeline that runs ahead of its reader."""
   import tensorflow as tf  # here, since it takes seconds to load
 
   for kind in ('GPU', 'TPU'):
     if tf.config.list_physical_devices(kind):
       tf.config.set_visible_devices([], kind)  # they belong to JAX
-  shapes = batch_shapes(settings, batch_size)
 
   def to_tensors(step):
     types = [dtype for _, dtype in shapes.values()]
