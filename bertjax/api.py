@@ -27,6 +27,7 @@ from bertjax.data import rows as rows_lib
 from bertjax.data import tokenizer as tokenizer_lib
 from bertjax.data.examples import Examples
 from bertjax.evals import predictions, squad_answers
+from bertjax.finetune import best
 from bertjax.model import BertConfig
 
 
@@ -177,11 +178,12 @@ class Model:
     masked = np.flatnonzero(row[0] == tokenizer.mask_id)
     positions = np.zeros((1, _round_up(len(masked), 8)), np.int32)
     positions[0, :len(masked)] = masked
-    logits = self._masked_lm_logits(row, mask, positions)[:len(masked)]
+    # The table's last rows only pad it, and are no tokens.
+    logits = self._masked_lm_logits(row, mask, positions)[:len(masked), :tokenizer.vocab_size]
     probabilities = np.asarray(jax.nn.softmax(logits))
-    best = np.argsort(-probabilities, axis=-1)[:, :top]
+    likeliest = np.argsort(-probabilities, axis=-1)[:, :top]
     return [[Guess(tokenizer.token(i), float(row[i])) for i in ids]
-            for row, ids in zip(probabilities, best, strict=True)]
+            for row, ids in zip(probabilities, likeliest, strict=True)]
 
   @functools.cached_property
   def _masked_lm_logits(self) -> Callable:
@@ -204,8 +206,8 @@ def load(path: epath.PathLike, step: int | None = None) -> Model:
     CheckpointError: none there, none complete, or the step is absent or damaged.
   """
   path = epath.Path(path)
-  if step is None and (path / 'best').exists():
-    path = path / 'best'
+  if step is None:
+    path = best.find(path) or path
   metadata = checkpoint.read_metadata(path, step)
   config = BertConfig(**metadata['config']['model'])
   params = checkpoint.restore_params(path, step)
@@ -260,6 +262,10 @@ def _predict_rows(model: Model, inputs: list[str | tuple[str, str]], batch_size:
 
 def _predict_choices(model: Model, inputs: list[tuple], batch_size: int):
   parts = [(row[0], '', row[1]) if len(row) == 2 else row for row in inputs]
+  for number, (*_, endings) in enumerate(parts):
+    if isinstance(endings, str) or len(endings) != swag.NUM_CHOICES:
+      raise HeadError(f'input {number}: the endings are {endings!r}; give a list of '
+                      f'{swag.NUM_CHOICES} texts')
   rows = swag.Rows([str(n) for n in range(len(parts))], [part[0] for part in parts],
                    [part[1] for part in parts], [list(part[2]) for part in parts], None)
   found = model.outputs(swag.encode(rows, model.tokenizer, model.max_length), batch_size)
@@ -283,14 +289,15 @@ def _predict_answers(model: Model, inputs: list[tuple[str, str]], batch_size: in
   questions = tuple(squad.Question(id=str(number), question=question, context=context, answers=(),
                                    is_impossible=False)
                     for number, (question, context) in enumerate(inputs))
-  query = min(64, model.max_length // 3)
   windows = squad_windows.windows(
-      questions, model.tokenizer, model.max_length, head.get('doc_stride', 128), query)
+      questions, model.tokenizer, model.max_length, head.get('doc_stride', 128),
+      head.get('max_query_length', min(64, model.max_length // 3)))
   found = {}
   if len(windows):
     found = squad_answers.answers(
         windows, questions, model.outputs(windows.examples, batch_size), head.get('version', 1),
-        null_threshold=head.get('null_threshold', 0.0)).predictions
+        head.get('n_best_size', 20), head.get('max_answer_length', 30),
+        head.get('null_threshold', 0.0)).predictions
   return [Prediction(found.get(question.id, ''), None) for question in questions]
 
 

@@ -309,7 +309,7 @@ class Checkpoints:
     Args:
       step: the state's step, which the loop knows without waiting for the device.
       state: the TrainState.
-      position: where in the data it stands: phase, step_in_phase, examples_seen.
+      position: where in the data it stands: phase, step_in_phase, rows_seen.
       force: save although not due (the last step, a termination signal).
 
     Returns:

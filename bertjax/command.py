@@ -20,6 +20,10 @@ _PROCESSES = flags.DEFINE_integer('num_processes', None, 'how many processes tra
 _PROCESS = flags.DEFINE_integer('process_id', None, 'which of them this is')
 _DISTRIBUTED = flags.DEFINE_boolean(
     'distributed', False, 'several processes, found out from Cloud TPU, Slurm or GKE')
+_TIMEOUT = flags.DEFINE_integer(
+    'init_timeout', 300, 'seconds within which all processes must have started', lower_bound=1)
+_PLATFORM = flags.DEFINE_enum(
+    'platform', 'auto', ['auto', 'cpu', 'gpu', 'tpu'], 'a platform that is absent is an error')
 
 
 def run(entry: Callable[[ml_collections.ConfigDict, str], int]) -> None:
@@ -28,7 +32,22 @@ def run(entry: Callable[[ml_collections.ConfigDict, str], int]) -> None:
   Exit codes besides: 1 an error, in words; 2 input or a configuration that cannot be used.
   """
   flags.mark_flags_as_required(['config', 'workdir'])
-  app.run(lambda argv: sys.exit(_main(argv, entry)))
+  app.run(lambda argv: sys.exit(_main(argv, entry)), flags_parser=_parse)
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+  """The flags; a key that the configuration lacks, or no such file, ends in words and with 2."""
+  try:
+    rest = app.parse_flags_with_usage(argv)
+    _CONFIG.value  # noqa: B018  a file that cannot be loaded is told of when it is looked at
+    return rest
+  except (AttributeError, KeyError, OSError) as error:
+    cause = error
+    while cause.args and isinstance(cause.args[0], Exception):  # config_flags wraps them
+      cause = cause.args[0]
+    text = ' '.join(str(cause.args[0] if isinstance(cause, KeyError) else cause).split())
+    print(f'error: --config: {text}', file=sys.stderr)
+    sys.exit(2)
 
 
 def _main(argv: Sequence[str], entry) -> int:
@@ -43,16 +62,25 @@ def _main(argv: Sequence[str], entry) -> int:
   logging.get_absl_handler().setFormatter(
       python_logging.Formatter('%(asctime)s %(levelname).1s %(message)s', '%H:%M:%S'))
   host_memory.keep_freed_memory()
-  import jax  # after the flags: a wrong one is answered at once
+  from bertjax import errors, hosts  # with JAX, after the flags: a wrong one is answered at once
 
-  from bertjax import errors
-
-  if _DISTRIBUTED.value:
-    jax.distributed.initialize()  # asks the environment: Cloud TPU, Slurm, GKE
-  elif _PROCESSES.value is not None:
-    jax.distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+  party = None
   try:
-    return entry(_CONFIG.value, _WORKDIR.value)
+    hosts.request_platform(_PLATFORM.value)
+    party = hosts.start(
+        _COORDINATOR.value, _PROCESSES.value, _PROCESS.value, find_out=_DISTRIBUTED.value,
+        timeout=_TIMEOUT.value)
+    hosts.announce(_PLATFORM.value)
+    hosts.check_workdir(_WORKDIR.value)
+    code = entry(_CONFIG.value, _WORKDIR.value)
   except errors.EXPECTED as error:  # known by name and said in words: no trace
+    hosts.let_the_cause_be_told(party)
     logging.error('%s', error)
-    return 2 if isinstance(error, ValueError) else 1
+    code = 2 if isinstance(error, ValueError) else 1
+  except (Exception, KeyboardInterrupt):
+    if party is None:
+      raise
+    hosts.let_the_cause_be_told(party)
+    logging.exception('Unexpected')
+    code = 1
+  return hosts.leave(party, code)

@@ -1,6 +1,7 @@
 """What a user can cause and mend: told in words, without a trace, and with an exit code."""
 
 from bertjax.alarms import NonFiniteError
+from bertjax.attention import AttentionError
 from bertjax.checkpoint import CheckpointError
 from bertjax.config import ConfigError
 from bertjax.data.build import BuildError
@@ -14,9 +15,10 @@ from bertjax.data.squad import SquadError
 from bertjax.data.swag import SwagError
 from bertjax.data.tagging import TaggingError
 from bertjax.evals.entity_scores import EntityError
+from bertjax.hosts import HostError
 from bertjax.sharding import MeshError
 
 EXPECTED = (
-    BuildError, CheckpointError, ConfigError, CorpusError, DataError, EntityError, MeshError,
-    NonFiniteError, RowsError, SamplingError, ShardError, SquadError, SwagError, TaggingError,
-    TokenizerError)
+    AttentionError, BuildError, CheckpointError, ConfigError, CorpusError, DataError, EntityError,
+    HostError, MeshError, NonFiniteError, RowsError, SamplingError, ShardError, SquadError,
+    SwagError, TaggingError, TokenizerError)

@@ -64,11 +64,35 @@ class BertForPreTraining(nnx.Module):
     20 % more FLOPs at length 128 and most of the memory.
     """
     hidden = self.bert(input_ids, token_type_ids, attention_mask, dropout_keys)
+    return self._logits(hidden, masked_lm_positions, hidden[:, 0])
+
+  def packed(
+      self,
+      input_ids: Int[Array, 'B T'],
+      token_type_ids: Int[Array, 'B T'],
+      segment_ids: Int[Array, 'B T'],
+      position_ids: Int[Array, 'B T'],
+      masked_lm_positions: Int[Array, 'B P'],
+      cls_positions: Int[Array, 'B E'],
+      dropout_keys: UInt[Array, 'B'] | None = None,
+  ) -> tuple[Float[Array, 'BP V'], Float[Array, 'BE 2']]:
+    """As `__call__`, of rows that hold up to E examples each; see data/packing.py.
+
+    Returns masked-LM logits [B * P, V], and next-sentence logits [B * E, 2] of the examples'
+    [CLS]; what stands at unused places means nothing.
+    """
+    hidden = self.bert(
+        input_ids, token_type_ids, (segment_ids > 0).astype(jnp.int32), dropout_keys, segment_ids,
+        position_ids)
+    first = jnp.take_along_axis(hidden, cls_positions[..., None], axis=1)
+    return self._logits(hidden, masked_lm_positions, first.reshape(-1, hidden.shape[-1]))
+
+  def _logits(self, hidden, masked_lm_positions, first):
     predicted = jnp.take_along_axis(hidden, masked_lm_positions[..., None], axis=1)
     predicted = sharding.constrain_rows(predicted.reshape(-1, hidden.shape[-1]))
     table = self.bert.embeddings.word_embeddings.embedding[...]
-    next_sentence = self.next_sentence(self.bert.pool(hidden)).astype(jnp.float32)
-    return self.masked_lm(predicted, table), next_sentence
+    pooled = self.bert.pool(sharding.constrain_rows(first))
+    return self.masked_lm(predicted, table), self.next_sentence(pooled).astype(jnp.float32)
 
 
 class BertEncoder(nnx.Module):
@@ -154,7 +178,7 @@ class BertForSequenceClassification(_FineTuned):
   ) -> Float[Array, 'B C']:
     """Logits in float32; a regression has one, its prediction."""
     hidden = self._hidden(input_ids, token_type_ids, attention_mask, dropout_keys)
-    pooled = self._dropped(self.bert.pool(hidden), dropout_keys)
+    pooled = self._dropped(self.bert.pool(hidden[:, 0]), dropout_keys)
     return self.classifier(pooled).astype(jnp.float32)
 
 
@@ -180,7 +204,7 @@ class BertForMultipleChoice(_FineTuned):
     fold_rows = lambda x: sharding.constrain_rows(x.reshape(-1, length))
     hidden = self._hidden(*map(fold_rows, (input_ids, token_type_ids, attention_mask)),
                           dropout_keys)
-    pooled = self._dropped(self.bert.pool(hidden), dropout_keys)
+    pooled = self._dropped(self.bert.pool(hidden[:, 0]), dropout_keys)
     return self.classifier(pooled).astype(jnp.float32).reshape(rows, choices)
 
 

@@ -48,10 +48,12 @@ class Stream(Protocol):
 
   Attributes:
     shapes: the few shapes that batches have; the step is compiled once for each.
+    examples_per_row: 1, or of packed rows how many there are on average.
     statistics: of the data, for the record.
   """
 
   shapes: tuple[Shapes, ...]
+  examples_per_row: float
   statistics: dict[str, Any]
 
   def batches(self, first: int, num_steps: int) -> Iterator[dict[str, np.ndarray]]:
@@ -79,22 +81,24 @@ class Stage:
   """A stretch of steps: a phase of pre-training, or the whole of a fine-tuning.
 
   Attributes:
+    objective: the losses.
     num_steps: steps of the stage.
-    batch_size: examples of a global batch.
+    batch_size: rows of a global batch.
     optimizer: with the length of the schedule that the stage is part of.
     open: makes the stream; called when the stage begins.
-    flops_per_example: forward and backward, for the MFU.
+    flops_per_row: forward and backward, for the MFU.
     accumulate: parts into which each batch is cut to save memory.
     warmup_end: the step of the run at which the warm-up of the stage's schedule is over.
     restart_moments: forget Adam's moments where the stage begins.
     restart_schedule: begin a new schedule where the stage begins.
   """
 
+  objective: Objective
   num_steps: int
   batch_size: int
   optimizer: OptimizerSettings
   open: Callable[[], Stream]
-  flops_per_example: float
+  flops_per_row: float
   accumulate: int = 1
   warmup_end: int = 0
   restart_moments: bool = False
@@ -118,7 +122,6 @@ class Job:
   Attributes:
     title: what it is, for the start-up block.
     build: from nnx.Rngs to the model.
-    objective: the losses.
     stages: in turn.
     mesh: the devices.
     seed: of weights and dropout.
@@ -140,7 +143,6 @@ class Job:
 
   title: str
   build: Callable[[nnx.Rngs], nnx.Module]
-  objective: Objective
   stages: tuple[Stage, ...]
   mesh: jax.sharding.Mesh
   seed: int
@@ -179,4 +181,4 @@ class Job:
     stage, starts = self.stage_at(step), self.starts()
     seen = sum(s.batch_size * min(s.num_steps, max(0, step - start))
                for s, start in zip(self.stages, starts, strict=True))
-    return {'phase': stage, 'step_in_phase': step - starts[stage], 'examples_seen': seen}
+    return {'phase': stage, 'step_in_phase': step - starts[stage], 'rows_seen': seen}

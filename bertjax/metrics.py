@@ -283,11 +283,11 @@ class MetricsWriter:
       if self._tensorboard is not None:
         self._tensorboard.close()
 
-  def start_phase(self, batch_size: int, flops_per_example: Number) -> None:
+  def start_phase(self, batch_size: Number, flops_per_example: Number) -> None:
     """Says what a step is from here on; the next step is taken to compile.
 
     Args:
-      batch_size: examples of the global batch.
+      batch_size: examples of the global batch, of packed rows on average.
       flops_per_example: see `model_flops_per_example`.
     """
     self._finish_window()

@@ -11,6 +11,7 @@ backend.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,15 @@ ACTIVATIONS: dict[str, Callable] = {
     'relu': jax.nn.relu,
     'silu': jax.nn.silu,
 }
+_DENSE = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+# What is kept of a layer for its backward pass; the rest is computed again.
 REMAT_POLICIES = {
-    'none': None,
-    'dots': jax.checkpoint_policies.dots_saveable,
+    'none': None,  # everything is kept
+    # Outputs of dense layers and of the splash kernel: nothing but elementwise work is repeated.
+    'dense_attention': jax.checkpoint_policies.save_from_both_policies(
+        _DENSE, jax.checkpoint_policies.save_only_these_names(attention.SPLASH_RESIDUALS)),
+    'dense': _DENSE,  # attention is repeated: 8 % of a layer of BERT-large at length 512
+    'dots': jax.checkpoint_policies.dots_saveable,  # also the scores of `xla` attention
     'full': jax.checkpoint_policies.nothing_saveable,
 }
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -39,7 +46,8 @@ VOCAB_MULTIPLE = 128  # rows of the word table are padded to a multiple of this,
 class BertConfig:
   """Sizes and rates of the encoder; the field names are those of Google's bert_config.json.
 
-  `dtype`, `remat` and `scan_unroll` are speed settings: they never change a checkpoint.
+  `dtype`, `remat`, `scan_unroll` and `attention` are speed settings, which never change a
+  checkpoint. `attention` is 'auto' or an implementation; jobs resolve it with `attention.choose`.
 
   Raises:
     ValueError: sizes that do not fit together, with the mend.
@@ -60,6 +68,7 @@ class BertConfig:
   dtype: str = 'float32'
   remat: str = 'none'
   scan_unroll: int = 1
+  attention: str = 'auto'
 
   def __post_init__(self):
     for name in ('vocab_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads',
@@ -72,7 +81,7 @@ class BertConfig:
           f'{self.num_attention_heads}; try hidden_size '
           f'{-(-self.hidden_size // self.num_attention_heads) * self.num_attention_heads}')
     for name, known in (('hidden_act', ACTIVATIONS), ('remat', REMAT_POLICIES),
-                        ('dtype', DTYPES)):
+                        ('dtype', DTYPES), ('attention', attention.IMPLEMENTATIONS)):
       if getattr(self, name) not in known:
         raise ValueError(f'model.{name} {getattr(self, name)!r} is not one of {", ".join(known)}')
     for name in ('hidden_dropout_prob', 'attention_probs_dropout_prob'):
@@ -82,6 +91,12 @@ class BertConfig:
   @property
   def padded_vocab_size(self) -> int:
     return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def to_store(config: BertConfig) -> dict[str, Any]:
+  """As checkpoints hold it. Which attention kernel trained a model is no part of it: the next
+  machine may not have it."""
+  return dataclasses.asdict(config) | {'attention': 'auto'}
 
 
 def _normal(config: BertConfig):
@@ -143,10 +158,12 @@ class Embeddings(nnx.Module):
       input_ids: Int[Array, 'B T'],
       token_type_ids: Int[Array, 'B T'],
       dropout_keys: UInt[Array, 'B'] | None,
+      position_ids: Int[Array, 'B T'] | None = None,
   ) -> Float[Array, 'BT D']:
     dtype, (rows, length) = self.config.dtype, input_ids.shape
     words = self.word_embeddings.embedding[...][input_ids]
-    positions = self.position_embeddings.embedding[...][:length]
+    positions = self.position_embeddings.embedding[...]
+    positions = positions[:length] if position_ids is None else positions[position_ids]
     # A product with one-hot rows: the table is tiny, and its gradient needs no scatter.
     types = jax.nn.one_hot(token_type_ids, self.config.type_vocab_size, dtype=jnp.float32)
     types = types @ self.token_type_embeddings.embedding[...]
@@ -169,14 +186,18 @@ class Attention(nnx.Module):
 
   @jax.named_scope('attention')
   def __call__(
-      self, x: Float[Array, 'BT D'], mask: Bool[Array, 'B T'], dropout_keys: UInt[Array, 'B'] | None
+      self,
+      x: Float[Array, 'BT D'],
+      mask: Bool[Array, 'B T'],
+      dropout_keys: UInt[Array, 'B'] | None,
+      segment_ids: Int[Array, 'B T'] | None = None,
   ) -> Float[Array, 'BT D']:
     config, (rows, length) = self.config, mask.shape
     keys = (None, None) if dropout_keys is None else (fold(dropout_keys, 0), fold(dropout_keys, 1))
     heads = (rows, length, config.num_attention_heads, -1)
     attended = attention.attend(
         self.query(x).reshape(heads), self.key(x).reshape(heads), self.value(x).reshape(heads),
-        mask, config.attention_probs_dropout_prob, keys[0])
+        mask, config.attention_probs_dropout_prob, keys[0], config.attention, segment_ids)
     out = self.output(attended.reshape(x.shape))
     return self.layer_norm(x + dropout(out, config.hidden_dropout_prob, keys[1]))
 
@@ -193,10 +214,14 @@ class Layer(nnx.Module):
 
   @jax.named_scope('layer')
   def __call__(
-      self, x: Float[Array, 'BT D'], mask: Bool[Array, 'B T'], dropout_keys: UInt[Array, 'B'] | None
+      self,
+      x: Float[Array, 'BT D'],
+      mask: Bool[Array, 'B T'],
+      dropout_keys: UInt[Array, 'B'] | None,
+      segment_ids: Int[Array, 'B T'] | None = None,
   ) -> Float[Array, 'BT D']:
     keys = (None, None) if dropout_keys is None else (fold(dropout_keys, 0), fold(dropout_keys, 1))
-    x = self.attention(x, mask, keys[0])
+    x = self.attention(x, mask, keys[0], segment_ids)
     hidden = ACTIVATIONS[self.config.hidden_act](self.intermediate(x))
     out = dropout(self.output(hidden), self.config.hidden_dropout_prob, keys[1])
     return self.output_layer_norm(x + out)
@@ -216,6 +241,7 @@ class Encoder(nnx.Module):
       mask: Bool[Array, 'B T'],
       dropout_keys: UInt[Array, 'B'] | None,
       every_layer: bool = False,
+      segment_ids: Int[Array, 'B T'] | None = None,
   ) -> tuple[Float[Array, 'BT D'], Float[Array, 'L BT D'] | None]:
     """Returns the last layer's output and, on request, the output of every layer."""
     config = self.config
@@ -223,7 +249,7 @@ class Encoder(nnx.Module):
     def body(x, scanned):
       layer, index = scanned
       key = None if dropout_keys is None else fold(dropout_keys, index)
-      x = sharding.constrain_rows(layer(x, mask, key))
+      x = sharding.constrain_rows(layer(x, mask, key, segment_ids))
       return x, (x if every_layer else None)
 
     if config.remat != 'none':
@@ -250,6 +276,8 @@ class Bert(nnx.Module):
       token_type_ids: Int[Array, 'B T'],
       attention_mask: Int[Array, 'B T'],
       dropout_keys: UInt[Array, 'B'] | None = None,
+      segment_ids: Int[Array, 'B T'] | None = None,
+      position_ids: Int[Array, 'B T'] | None = None,
   ) -> Float[Array, 'B T D']:
     """Encodes rows of tokens.
 
@@ -258,6 +286,9 @@ class Bert(nnx.Module):
       token_type_ids: segment of each token.
       attention_mask: 1 for real tokens, 0 for padding.
       dropout_keys: from `dropout.row_keys` in training; None in evaluation.
+      segment_ids: of packed rows: which of a row's texts a token belongs to, from 1; 0 for padding.
+        A token sees those of its own text.
+      position_ids: of packed rows: the position of a token in its text; None counts along the row.
 
     Returns:
       The last hidden states.
@@ -265,7 +296,9 @@ class Bert(nnx.Module):
     Raises:
       ValueError: rows longer than the position table.
     """
-    hidden, _ = self._encode(input_ids, token_type_ids, attention_mask, dropout_keys)
+    hidden, _ = self._encode(
+        input_ids, token_type_ids, attention_mask, dropout_keys, segment_ids=segment_ids,
+        position_ids=position_ids)
     return hidden.reshape(*input_ids.shape, -1)
 
   def hidden_states(
@@ -280,17 +313,19 @@ class Bert(nnx.Module):
     every = jnp.concatenate([embedded[None], layers])
     return every.reshape(-1, *input_ids.shape, embedded.shape[-1])
 
-  def pool(self, hidden: Float[Array, 'B T D']) -> Float[Array, 'B D']:
-    """The pooled vector of each row: tanh of a dense layer on [CLS]."""
-    return jnp.tanh(self.pooler(hidden[:, 0]))
+  def pool(self, first: Float[Array, 'N D']) -> Float[Array, 'N D']:
+    """The pooled vectors: tanh of a dense layer on the last hidden states at [CLS]."""
+    return jnp.tanh(self.pooler(first))
 
-  def _encode(self, input_ids, token_type_ids, attention_mask, dropout_keys, every_layer=False):
+  def _encode(self, input_ids, token_type_ids, attention_mask, dropout_keys, every_layer=False,
+              segment_ids=None, position_ids=None):
     if input_ids.shape[1] > self.config.max_position_embeddings:
       raise ValueError(
           f'rows of {input_ids.shape[1]} tokens, but model.max_position_embeddings is '
           f'{self.config.max_position_embeddings}; shorten the rows or raise it')
     keys = (None, None) if dropout_keys is None else (fold(dropout_keys, 0), fold(dropout_keys, 1))
-    embedded = self.embeddings(input_ids, token_type_ids, keys[0])
+    embedded = self.embeddings(input_ids, token_type_ids, keys[0], position_ids)
     embedded = sharding.constrain_rows(embedded)
-    hidden, layers = self.encoder(embedded, attention_mask > 0, keys[1], every_layer)
+    hidden, layers = self.encoder(
+        embedded, attention_mask > 0, keys[1], every_layer, segment_ids)
     return (embedded, layers) if every_layer else (hidden, None)

@@ -33,15 +33,27 @@ class Objective(NamedTuple):
 
 
 def _pretraining_terms(model, batch, dropout_keys):
-  masked_lm_logits, next_sentence_logits = model(
+  logits = model(
       batch['input_ids'], batch['token_type_ids'], batch['attention_mask'],
       batch['masked_lm_positions'], dropout_keys)
+  return _pretraining_losses(*logits, batch)
+
+
+def _packed_terms(model, batch, dropout_keys):
+  logits = model.packed(
+      batch['input_ids'], batch['token_type_ids'], batch['segment_ids'], batch['position_ids'],
+      batch['masked_lm_positions'], batch['cls_positions'], dropout_keys)
+  return _pretraining_losses(*logits, batch)
+
+
+def _pretraining_losses(masked_lm_logits, next_sentence_logits, batch):
   return {
       'masked_lm': losses.masked_lm(
           masked_lm_logits, batch['masked_lm_ids'].reshape(-1),
           batch['masked_lm_weights'].reshape(-1)),
       'next_sentence': losses.next_sentence(
-          next_sentence_logits, batch['next_sentence_labels'], batch['next_sentence_weights']),
+          next_sentence_logits, batch['next_sentence_labels'].reshape(-1),
+          batch['next_sentence_weights'].reshape(-1)),
   }
 
 
@@ -60,6 +72,8 @@ def _pretraining_counts(batch):
 # Masked LM plus next sentence (paper, section 3.1). Without pairs every next-sentence weight is 0,
 # and the second term vanishes from loss and gradient.
 PRETRAINING = Objective(_pretraining_terms, _pretraining_weights, _pretraining_counts)
+# The same losses of rows that hold several examples each (data/packing.py).
+PACKED_PRETRAINING = Objective(_packed_terms, _pretraining_weights, _pretraining_counts)
 
 
 class FineTuning(NamedTuple):

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from bertjax import (
+  attention,
   checkpoint,
   heads,
   metrics,
@@ -27,7 +28,7 @@ from bertjax import config as config_lib
 from bertjax import settings as settings_lib
 from bertjax.alarms import Alarms
 from bertjax.config import ConfigError
-from bertjax.data import prepare, pretrain, shards
+from bertjax.data import packing, prepare, pretrain, shards
 from bertjax.data.encoding import Tokenizer
 from bertjax.data.sampling import SamplingError
 from bertjax.evals.pretraining import PretrainingEvaluator
@@ -65,11 +66,15 @@ def job(config: ml_collections.ConfigDict, workdir: epath.Path) -> Job:
       settings, mesh.shape['data'] * mesh.shape['fsdp'], jax.process_count())
   corpora = prepare.open_corpora(_data_paths(settings, workdir))
   bert = settings.bert_config(corpora.tokenizer.vocab_size)
+  placed = (mesh.devices.flat[0].platform, *(phase.seq_length for phase in settings.phases))
+  ways = mesh.shape['model']
+  why = attention.describe(bert, *placed, model_ways=ways)
+  bert = dataclasses.replace(bert, attention=attention.choose(bert, *placed, model_ways=ways))
   setup = _Setup(settings, corpora, bert, mesh)
   build = lambda rngs: heads.BertForPreTraining(bert, rngs)
-  resolved = settings_lib.to_json(settings) | {'model': dataclasses.asdict(bert)}
+  resolved = settings_lib.to_json(settings) | {'model': model.to_store(bert)}
   return Job(
-      title='pre-training', build=build, objective=objectives.PRETRAINING, mesh=mesh,
+      title='pre-training', build=build, mesh=mesh,
       stages=tuple(_stage(setup, i) for i in range(len(settings.phases))), seed=settings.seed,
       metadata={'config': resolved, 'data_hash': corpora.content_hash,
                 'tokenizer_hash': corpora.tokenizer.hash(), 'head': {'kind': 'pretraining'}},
@@ -79,7 +84,7 @@ def job(config: ml_collections.ConfigDict, workdir: epath.Path) -> Job:
       baselines={'unigram_entropy': corpora.unigram_entropy},
       initial=(lambda: _initial(setup, build)) if settings.init_from else None,
       differences=lambda stored, step: settings_lib.differences(stored, resolved, step),
-      describe=lambda: _describe(setup), farewell=_farewell)
+      describe=lambda: [*_describe(setup), f'attention   {why}'], farewell=_farewell)
 
 
 def _with_stored_model(config: ml_collections.ConfigDict) -> dict[str, Any]:
@@ -103,19 +108,24 @@ def _data_paths(settings: Settings, workdir: epath.Path) -> tuple[str, ...]:
 
 
 class _Stream:
-  """The examples of a phase, as batches of one shape (a job.Stream)."""
+  """The examples of a phase, packed or not, as batches of one shape (a job.Stream)."""
 
   def __init__(self, setup: _Setup, phase: int):
     data = setup.settings.data
-    self._examples = pretrain.ExampleStream(
+    examples = pretrain.ExampleStream(
         setup.corpora.train, setup.corpora.tokenizer, setup.settings.pretrain_settings(phase),
         weights=data.weights or None, sampling_exponent=data.sampling_exponent)
-    self._batch_size = setup.settings.phases[phase].batch_size
-    self.shapes = (pretrain.batch_shapes(self._examples.settings, self._batch_size),)
-    self.statistics = dataclasses.asdict(self._examples.statistics)
+    here = setup.settings.phases[phase]
+    self._batch_size, self._rows, self.examples_per_row = here.batch_size, examples, 1.0
+    self.statistics = dataclasses.asdict(examples.statistics)
+    if here.max_examples_per_row > 1:
+      self._rows = packing.PackedStream(examples, here.max_examples_per_row)
+      self.examples_per_row = self._rows.examples_per_row
+      self.statistics['packed_real_tokens'] = self._rows.real_tokens
+    self.shapes = (self._rows.batch_shapes(here.batch_size),)
 
   def batches(self, first: int, num_steps: int) -> Iterator[pretrain.Batch]:
-    return pretrain.batches(self._examples, self._batch_size, first, num_steps,
+    return pretrain.batches(self._rows, self._batch_size, first, num_steps,
                             jax.process_index(), jax.process_count())
 
 
@@ -124,12 +134,14 @@ def _stage(setup: _Setup, number: int) -> Stage:
   phase, examples = settings.phases[number], settings.pretrain_settings(number)
   optimizer = settings.optimizer_of(number)
   begins = max(i for i in range(number + 1) if settings.phases[i].learning_rate or i == 0)
+  packed = phase.max_examples_per_row > 1
   return Stage(
+      objective=objectives.PACKED_PRETRAINING if packed else objectives.PRETRAINING,
       num_steps=phase.num_steps, batch_size=phase.batch_size, optimizer=optimizer,
       open=lambda: _Stream(setup, number), accumulate=phase.accumulate,
       warmup_end=settings.starts()[begins] + optimizer.warmup_steps,
       restart_moments=phase.restart_moments, restart_schedule=phase.learning_rate > 0,
-      flops_per_example=metrics.model_flops_per_example(
+      flops_per_row=metrics.model_flops_per_example(
           hidden_size=bert.hidden_size, num_hidden_layers=bert.num_hidden_layers,
           intermediate_size=bert.intermediate_size, vocab_size=bert.vocab_size,
           seq_length=examples.seq_length, num_predictions=examples.num_predictions))
@@ -213,11 +225,12 @@ def _describe(setup: _Setup) -> list[str]:
   ]
   for i, phase in enumerate(settings.phases):
     rate = settings.optimizer_of(i)
+    packed = phase.max_examples_per_row
     lines.append(
         f'phase {i}     {phase.num_steps:,} steps of {phase.batch_size} x {phase.seq_length} '
         f'({phase.batch_size * phase.seq_length:,} tokens a step, accumulated over '
-        f'{phase.accumulate}); rate {rate.learning_rate:g}, warm-up {rate.warmup_steps:,} of '
-        f'{rate.num_steps:,}')
+        f'{phase.accumulate}{f", packed up to {packed} in a row" if packed > 1 else ""}); rate '
+        f'{rate.learning_rate:g}, warm-up {rate.warmup_steps:,} of {rate.num_steps:,}')
   lines.append(f'steps       {settings.num_steps:,} in all; bias correction: '
                f'{settings.optimizer_of(0).bias_correction}')
   return lines

@@ -82,6 +82,8 @@ class Phase:
     batch_size: rows in a global batch.
     num_steps: steps of this phase.
     accumulate: parts into which each batch is cut to save memory.
+    max_examples_per_row: above 1, rows are packed with up to so many examples, which never see each
+      other (data/packing.py); a batch then holds more examples, with less padding.
     max_predictions_per_seq: slots for predictions; 0 follows from length and masked_lm_prob.
     learning_rate: 0 goes on with the schedule of the phase before; otherwise a new schedule with
       this peak begins here and runs to the next phase that begins one.
@@ -93,6 +95,7 @@ class Phase:
   batch_size: int
   num_steps: int
   accumulate: int = 1
+  max_examples_per_row: int = 1
   max_predictions_per_seq: int = 0
   learning_rate: float = 0.0
   warmup_steps: int = 0
@@ -209,7 +212,8 @@ def from_config(config: ml_collections.ConfigDict | Mapping[str, Any]) -> Settin
   if settings.log_every < 1:
     raise ConfigError(f'log_every is {settings.log_every}; it must be at least 1')
   for i, phase in enumerate(settings.phases):
-    for name in ('seq_length', 'batch_size', 'num_steps', 'accumulate'):
+    for name in ('seq_length', 'batch_size', 'num_steps', 'accumulate',
+                 'max_examples_per_row'):
       if getattr(phase, name) < 1:
         raise ConfigError(f'phases[{i}].{name} is {getattr(phase, name)}; it must be at least 1')
     if phase.warmup_steps and not phase.learning_rate:
@@ -252,7 +256,7 @@ def check_batches(settings: Settings, batch_ways: int, num_processes: int) -> No
 # What a workdir may be resumed with although it was started with something else: none of it changes
 # which weights come out (up to the rounding of another mesh), or it lies in the future.
 MAY_CHANGE = ('mesh', 'checkpoint', 'heldout', 'log_every', 'model.remat', 'model.scan_unroll',
-              'data.num_workers', 'data.path', 'init_from')
+              'model.attention', 'data.num_workers', 'data.path', 'init_from')
 
 
 def differences(stored: Mapping[str, Any], current: Mapping[str, Any], step: int) -> list[str]:

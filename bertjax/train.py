@@ -126,7 +126,8 @@ def _train_stage(
   job.alarms.warmup_steps = stage.warmup_end
   if first == start and number > 0:
     current = _begin_stage(stage, current, like)
-  writer.start_phase(stage.batch_size, stage.flops_per_example)
+  writer.start_phase(stage.batch_size * stream.examples_per_row,
+                     stage.flops_per_row / stream.examples_per_row)
   writer.write('data', first, stream.statistics)  # the realised rate of pairs, of padding, ...
 
   # --- The loop. The order is a contract: evaluate, save, fetch, step, push ---------------------
@@ -160,7 +161,7 @@ def _compile(
 ) -> dict[tuple[int, ...], Callable]:
   """The compiled step for each shape of input_ids."""
   train_step = step_lib.jit_train_step(
-      step_lib.TrainStep(run.graphdef, run.job.objective, optimizer, stage.optimizer, run.job.seed,
+      step_lib.TrainStep(run.graphdef, stage.objective, optimizer, stage.optimizer, run.job.seed,
                          stage.accumulate), like)
   return {batch['input_ids'][0]:
           train_step.lower(like, loader.global_shapes(batch, run.job.mesh)).compile()

@@ -30,6 +30,7 @@ def get_config() -> ConfigDict:
       'dtype': 'bfloat16',  # of the computation; parameters are float32
       'remat': 'none',
       'scan_unroll': 1,
+      'attention': 'auto',  # or 'xla', 'cudnn', 'splash'; see bertjax/attention.py
   })
   config.data = ConfigDict({
       'path': '',  # shards from bertjax.data.build; several with a comma are one mixture
@@ -75,6 +76,7 @@ def phase(seq_length: int, batch_size: int, num_steps: int) -> ConfigDict:
       'batch_size': batch_size,
       'num_steps': num_steps,
       'accumulate': 1,
+      'max_examples_per_row': 1,  # more: rows are packed
       'max_predictions_per_seq': 0,
       'learning_rate': 0.0,
       'warmup_steps': 0,

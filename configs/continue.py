@@ -26,6 +26,7 @@ def get_config() -> ConfigDict:
       'dtype': 'bfloat16',
       'remat': 'none',
       'scan_unroll': 1,
+      'attention': 'auto',
   })
   config.phases = (common.phase(seq_length=128, batch_size=32, num_steps=10_000),)
   config.optimizer.learning_rate = 2e-5

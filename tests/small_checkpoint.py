@@ -1,6 +1,7 @@
 """Checkpoints, data and settings so small that whole fine-tunings fit into a test."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -9,6 +10,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import ConfigDict
 
 from bertjax import checkpoint, heads, sharding, state
@@ -21,10 +23,12 @@ WORDS = (
 # What the labels of the tests hang on.
 MARKS = ('red', 'blue', 'green', 'anna', 'smith', 'rome', 'who', 'what', 'colour', 'is', 'it')
 VOCABULARY = ('[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', *WORDS, *MARKS)
-SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-             max_position_embeddings=64,
-             # A large range makes attention uneven from the start: the toys are learnt sooner.
-             initializer_range=0.2)
+SIZES = {
+    'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'intermediate_size': 64,
+    'max_position_embeddings': 64,
+    # A large range makes attention uneven from the start: the toys are learnt sooner.
+    'initializer_range': 0.2,
+}
 
 
 def make(
@@ -63,7 +67,7 @@ def shrink(config: ConfigDict, init_from, **data) -> ConfigDict:
   config.seq_lengths = (16, 32)
   config.batch_size, config.num_epochs = 8, 4
   config.optimizer.learning_rate = 3e-3
-  config.model.update(dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+  config.model.update({'hidden_dropout_prob': 0.0, 'attention_probs_dropout_prob': 0.0})
   config.head.dropout = 0.0
   config.log_every = 10
   config.data.update({key: str(value) if isinstance(value, pathlib.Path) else value
@@ -71,13 +75,41 @@ def shrink(config: ConfigDict, init_from, **data) -> ConfigDict:
   return config
 
 
+def changed(config: ConfigDict, changes: dict | None = None, **top) -> ConfigDict:
+  """A copy with other values, by dotted names as on the command line."""
+  config = copy.deepcopy(config)
+  config.update_from_flattened_dict((changes or {}) | top)
+  return config
+
+
 @contextlib.contextmanager
 def devices(number: int):
-  """Meshes are made over the first so many devices; many small programs are fastest on one."""
-  make_mesh = sharding.make_mesh
-  few = functools.partial(make_mesh, devices=jax.devices()[:number])
+  """Meshes are made over the first so many devices; small programs are quickest on one."""
+  few = functools.partial(sharding.make_mesh, devices=jax.devices()[:number])
   with mock.patch.object(sharding, 'make_mesh', few):
     yield
+
+
+@contextlib.contextmanager
+def quick_programs(folder: pathlib.Path):
+  """One device, and programs that were compiled before are taken from a folder.
+
+  Compiling is nearly all of the work of these tests, and many runs have the same programs.
+  """
+  settings = {'jax_compilation_cache_dir': str(folder),
+              'jax_persistent_cache_min_compile_time_secs': 0.2,
+              'jax_persistent_cache_min_entry_size_bytes': 0}
+  before = {name: getattr(jax.config, name) for name in settings}
+  for name, value in settings.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  try:
+    with devices(1):
+      yield
+  finally:
+    for name, value in before.items():
+      jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def sentence(draw, *marks: str, length: int = 6) -> str:

@@ -70,7 +70,7 @@ def abstract(state: TrainState) -> TrainState:
 
 
 def position(step: int) -> dict:
-  return {'phase': 0, 'step_in_phase': step, 'examples_seen': 8 * step}
+  return {'phase': 0, 'step_in_phase': step, 'rows_seen': 8 * step}
 
 
 def assert_same(left, right):

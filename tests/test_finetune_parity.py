@@ -59,9 +59,9 @@ def test_the_stored_losses_exercise_the_step(stored, kind):
   assert norms.max() > 1.2 * finetune_data.OPTIMIZER['clip_norm']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', finetune_data.KINDS)
 def test_losses_of_100_steps_follow_transformers(stored, kind):
+  """The promise is 1e-3 for the losses; rounding moves them by 2e-4 at the most (choice)."""
   for name, ours in train(kind).items():
-    worst = np.abs(ours / stored[kind][name] - 1).max()
-    print(kind, name, worst)
     np.testing.assert_allclose(ours, stored[kind][name], rtol=1e-3, err_msg=name)

@@ -33,7 +33,7 @@ def workdir(tmp_path):
       tmp_path / 'run', save_every=3, keep_last=2, keep_every=0, tokenizer=tmp_path / 'tokenizer',
       metadata={'config': CONFIG, 'data_hash': 'ab12'}) as run:
     for step in (3, 6):
-      run.save(step, state, {'phase': 0, 'step_in_phase': step, 'examples_seen': 8 * step})
+      run.save(step, state, {'phase': 0, 'step_in_phase': step, 'rows_seen': 8 * step})
   (tmp_path / 'run' / 'checkpoints' / '9').mkdir()
   return tmp_path / 'run'
 
@@ -50,7 +50,7 @@ def test_json_has_everything(workdir, capsys):
   params = checkpoint.restore_params(workdir)
   assert code == 0
   assert about['config'] == CONFIG
-  assert about['position'] == {'phase': 0, 'step_in_phase': 6, 'examples_seen': 48}
+  assert about['position'] == {'phase': 0, 'step_in_phase': 6, 'rows_seen': 48}
   assert about['step'] == 6
   assert about['data_hash'] == 'ab12'
   assert about['parameters'] == [
@@ -71,7 +71,7 @@ def test_text_for_people(workdir, capsys):
   code, out, _ = run(capsys, '--checkpoint', workdir, '--step', 3)
   lines = [line.split() for line in out.splitlines()]
   assert code == 0
-  assert ['examples_seen', '24'] in lines
+  assert ['rows_seen', '24'] in lines
   assert ['model.hidden_size', '8'] in lines
   assert ['pooler/kernel', '8x8', 'float32', 'data+fsdp', '64'] in lines
   assert ['total', '200'] in lines

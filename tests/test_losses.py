@@ -165,3 +165,85 @@ def test_any_sharding_gives_the_same_and_never_gathers_the_logits(spec):
   np.testing.assert_allclose(gradient, expected[1], atol=1e-7)
   assert 'all-gather' not in step.as_text()
   assert 'scatter' not in step.as_text()
+
+
+# --- Heads of fine-tuning -------------------------------------------------------------------------
+
+
+def test_classification_is_the_weighted_sum_and_of_ties_the_first_answer_counts():
+  logits, labels, weights = random_case(v=3)
+  sums = losses.classification(logits, labels, weights)
+  np.testing.assert_allclose(sums.loss, (reference(logits, labels) * weights).sum(), rtol=1e-6)
+  assert sums.correct == ((np.argmax(logits, -1) == labels) * weights).sum()
+  assert sums.weight == weights.sum()
+  tied = losses.classification(jnp.zeros((3, 4)), jnp.asarray([0, 1, 3]), jnp.ones(3))
+  assert tied.correct == 1
+
+
+def test_regression_is_the_squared_error_of_real_numbers():
+  """B106: labels are never cut to whole numbers."""
+  predictions, labels = jnp.asarray([[4.5], [1.0], [9.0]]), jnp.asarray([4.75, 2.6, 0.0])
+  sums = losses.regression(predictions, labels, jnp.asarray([1.0, 1.0, 0.0]))
+  np.testing.assert_allclose(sums.loss, 0.25**2 + 1.6**2, rtol=1e-6)
+  assert sums.correct is None and sums.weight == 2
+  gradient = jax.grad(lambda p: losses.regression(p, labels, jnp.ones(3)).loss)(predictions)
+  np.testing.assert_allclose(gradient[:, 0], 2 * (predictions[:, 0] - labels), rtol=1e-6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    hnp.arrays(np.float32, (4, 3), elements=st.floats(-1e4, 1e4, width=32)),
+    hnp.arrays(np.float32, (4, 3), elements=st.sampled_from([0.0, 1.0])),
+    hnp.arrays(np.float32, (4,), elements=st.sampled_from([0.0, 1.0])),
+)
+def test_multi_label_of_any_finite_logits(logits, labels, weights):
+  given_weights = jnp.asarray(weights)
+  loss = lambda x: losses.multi_label(x, jnp.asarray(labels), given_weights)
+  sums = loss(jnp.asarray(logits))
+  x = logits.astype(np.float64)
+  wanted = (np.logaddexp(0, x) - x * labels).mean(1)
+  np.testing.assert_allclose(sums.loss, (wanted * weights).sum(), rtol=1e-5, atol=1e-5)
+  assert sums.correct == ((x > 0) == (labels > 0)).all(1) @ weights
+  gradient = jax.grad(lambda x: loss(x).loss)(jnp.asarray(logits))
+  assert np.isfinite(gradient).all() and (gradient[weights == 0] == 0).all()
+
+
+def test_span_is_the_mean_of_both_cross_entropies():
+  draw = np.random.default_rng(0)
+  logits = jnp.asarray(draw.normal(size=(3, 6, 2)), jnp.float32)
+  starts, ends, weights = jnp.asarray([0, 2, 5]), jnp.asarray([0, 4, 5]), jnp.ones(3)
+  sums = losses.span(logits, starts, ends, weights)
+  wanted = (reference(logits[..., 0], starts) + reference(logits[..., 1], ends)) / 2
+  np.testing.assert_allclose(sums.loss, wanted.sum(), rtol=1e-6)
+  sure = jnp.zeros((2, 6, 2)).at[0, 2, 0].set(9).at[0, 4, 1].set(9).at[1, 2, 0].set(9)
+  assert losses.span(sure, jnp.asarray([2, 2]), jnp.asarray([4, 4]), jnp.ones(2)).correct == 1
+
+
+@pytest.mark.parametrize(('start', 'end'), [(6, 6), (2, 6), (99, 2)])
+def test_a_span_outside_of_its_row_is_left_out(start, end):
+  logits = jnp.ones((2, 6, 2))
+  starts, ends = jnp.asarray([1, start]), jnp.asarray([3, end])
+  weights = losses.span_weights(starts, ends, jnp.ones(2), 6)
+  assert weights.tolist() == [1, 0]
+  sums = losses.span(logits, starts, ends, weights)
+  np.testing.assert_allclose(sums.loss, np.log(6), rtol=1e-6)
+  assert sums.weight == 1
+  gradient = jax.grad(lambda x: losses.span(x, starts, ends, weights).loss)(logits)
+  assert (gradient[1] == 0).all() and (gradient[0] != 0).any()
+
+
+@pytest.mark.parametrize('loss', ['classification', 'regression', 'multi_label', 'span'])
+def test_fillers_have_no_part_in_loss_hits_and_gradient(loss):
+  draw = np.random.default_rng(1)
+  rows = {'classification': (5, 3), 'regression': (5, 1), 'multi_label': (5, 3), 'span': (5, 7, 2)}
+  logits = jnp.asarray(draw.normal(size=rows[loss]), jnp.float32)
+  labels = {'classification': [jnp.asarray(draw.integers(0, 3, 5))],
+            'regression': [jnp.asarray(draw.normal(size=5), jnp.float32)],
+            'multi_label': [jnp.asarray(draw.integers(0, 2, (5, 3)), jnp.float32)],
+            'span': [jnp.asarray(draw.integers(0, 7, 5)) for _ in range(2)]}[loss]
+  function, weights = getattr(losses, loss), jnp.asarray([1.0, 1, 1, 0, 0])
+  with_fillers = function(logits, *labels, weights)
+  without = function(logits[:3], *(part[:3] for part in labels), jnp.ones(3))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), with_fillers, without)
+  gradient = jax.grad(lambda x: function(x, *labels, weights).loss)(logits)
+  assert (gradient[3:] == 0).all() and (gradient[:3] != 0).any()

@@ -55,7 +55,7 @@ def encode(graphdef, params, batch):
 def pool_and_hidden_states(graphdef, params, batch):
   bert = nnx.merge(graphdef, params).bert
   args = batch['input_ids'], batch['token_type_ids'], batch['attention_mask']
-  return bert.pool(bert(*args)), bert.hidden_states(*args)
+  return bert.pool(bert(*args)[:, 0]), bert.hidden_states(*args)
 
 
 @jax.jit(static_argnums=0)

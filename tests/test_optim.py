@@ -351,3 +351,149 @@ def test_the_optimizer_learns():
 def test_impossible_settings_are_refused(change, message):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(GOOGLE, **change)
+
+
+# --- Rates by layer, and what is frozen -----------------------------------------------------------
+
+
+def layered_params(num_layers=3, seed=0):
+  """The paths of a classifier on an encoder of some layers, with small leaves that all differ."""
+  draw = np.random.default_rng(seed)
+  leaf = lambda *shape: jnp.asarray(draw.normal(size=shape), jnp.float32)
+  dense = lambda *stack: {'kernel': leaf(*stack, 2, 2), 'bias': leaf(*stack, 2)}
+  norm = lambda *stack: {'scale': leaf(*stack, 2), 'bias': leaf(*stack, 2)}
+  return {
+      'bert': {
+          'embeddings': {'word_embeddings': {'embedding': leaf(4, 2)}, 'layer_norm': norm()},
+          'encoder': {'layers': {
+              'attention': {'query': dense(num_layers), 'layer_norm': norm(num_layers)},
+              'output': dense(num_layers)}},
+          'pooler': dense()},
+      'classifier': dense(),
+      'layer_weights': leaf(num_layers + 1),
+  }
+
+
+PLAIN = optim.OptimizerSettings(
+    learning_rate=0.1, warmup_steps=0, num_steps=10, power=0.0, weight_decay=0.5, clip_norm=0.0)
+
+
+def moved(settings, steps=3):
+  """Parameters before and after some steps whose gradients are held as the train step holds
+  them, and the norms of the gradients."""
+  params = before = layered_params()
+  tx = optim.make(settings, params)
+  opt_state, norms = tx.init(params), []
+  for _ in range(steps):
+    loss = lambda p: sum(jnp.sum(jnp.sin(x + 1)) for x in jax.tree.leaves(optim.hold(settings, p)))
+    grads = jax.grad(loss)(params)
+    norms.append(float(optim.global_norm(grads)))
+    updates, opt_state = tx.update(grads, opt_state, params, grad_norm=norms[-1])
+    params = optax.apply_updates(params, updates)
+  return paths(before), paths(params), norms
+
+
+@pytest.mark.parametrize(('change', 'frozen', 'layers'), [
+    ({'freeze': 'embeddings'}, ('embeddings/',), 0),
+    ({'freeze_layers': 2}, ('embeddings/',), 2),
+    ({'freeze_layers': 3}, ('embeddings/',), 3),
+    ({'freeze': 'encoder'}, ('embeddings/', 'encoder/'), 3),
+])
+@pytest.mark.parametrize('layer_decay', [1.0, 0.5])
+def test_what_is_frozen_stays_bit_for_bit_and_all_else_moves(change, frozen, layers, layer_decay):
+  """Weight decay does not move it either; pooler, head and layer weights are never frozen."""
+  before, after, _ = moved(dataclasses.replace(PLAIN, layer_decay=layer_decay, **change))
+  for path, leaf in after.items():
+    same = np.asarray(before[path] == leaf)
+    if 'encoder/layers/' in path:
+      assert same[:layers].all() and not same[layers:].any(), path
+    else:
+      assert same.all() if any(name in path for name in frozen) else not same.any(), path
+  assert not any(np.asarray(before[path] == after[path]).any() for path in (
+      'bert/pooler/kernel', 'classifier/kernel', 'classifier/bias', 'layer_weights'))
+
+
+def test_the_gradient_norm_is_that_of_what_is_trained():
+  """Else clipping would shorten the head's gradient by the length of one that is thrown away."""
+  params = layered_params()
+  squares = {path: (np.cos(np.asarray(leaf, float) + 1)**2)
+             for path, leaf in paths(params).items()}
+  total = lambda keep: np.sqrt(sum(
+      s[keep:].sum() if 'encoder/layers/' in path else s.sum() * ('embeddings/' not in path)
+      for path, s in squares.items()))
+  for settings, layers in [(dataclasses.replace(PLAIN, freeze_layers=2), 2),
+                           (dataclasses.replace(PLAIN, freeze='embeddings'), 0),
+                           (dataclasses.replace(PLAIN, freeze='encoder'), 3)]:
+    np.testing.assert_allclose(moved(settings, 1)[2], total(layers), rtol=1e-6)
+  everything = np.sqrt(sum(s.sum() for s in squares.values()))
+  np.testing.assert_allclose(moved(PLAIN, 1)[2], everything, rtol=1e-6)
+
+
+def test_rate_of_each_layer():
+  """The head 1, the last layer d, the one below d^2, ..., the embeddings as one more layer."""
+  found = paths(optim.rate_multipliers(
+      dataclasses.replace(PLAIN, layer_decay=0.5), layered_params()))
+  for path, multiplier in found.items():
+    wanted = 1.0
+    if 'encoder/layers/' in path:
+      wanted = [0.125, 0.25, 0.5]
+    elif 'embeddings/' in path:
+      wanted = 0.0625
+    np.testing.assert_array_equal(np.ravel(multiplier), wanted, err_msg=path)
+
+
+def test_layer_decay_scales_the_whole_update():
+  """Adam does not see the size of a gradient: the rate itself must be smaller, and the decay's."""
+  plain = moved(PLAIN, 1)
+  slower = moved(dataclasses.replace(PLAIN, layer_decay=0.5), 1)
+  multipliers = paths(optim.rate_multipliers(
+      dataclasses.replace(PLAIN, layer_decay=0.5), layered_params()))
+  assert plain[2] == slower[2]  # the gradients are the same
+  for path, before in plain[0].items():
+    step, small = plain[1][path] - before, slower[1][path] - before
+    np.testing.assert_allclose(small, step * multipliers[path], rtol=2e-5, atol=1e-7)
+
+
+def test_no_setting_changes_the_structure_of_the_state():
+  """So a checkpoint of a frozen run is one of any run."""
+  params = layered_params()
+  shapes = lambda **change: jax.eval_shape(
+      optim.make(dataclasses.replace(PLAIN, **change), params).init, params)
+  plain = shapes()
+  for change in ({'freeze': 'encoder'}, {'freeze_layers': 1}, {'layer_decay': 0.9},
+                 {'clip_norm': 1.0}, {'freeze': 'embeddings', 'layer_decay': 0.5}):
+    other = shapes(**change)
+    assert jax.tree.structure(other) == jax.tree.structure(plain)
+    assert jax.tree.leaves(other) == jax.tree.leaves(plain)
+
+
+def test_nothing_is_computed_below_what_is_frozen():
+  """No backward pass through a frozen encoder: its gradient is a constant zero."""
+  params = layered_params()
+  settings = dataclasses.replace(PLAIN, freeze='encoder')
+
+  def loss(params):
+    params = optim.hold(settings, params)
+    x = params['bert']['embeddings']['word_embeddings']['embedding']
+    for kernel in params['bert']['encoder']['layers']['output']['kernel']:
+      x = jnp.tanh(x @ kernel)
+    return jnp.sum(x @ params['classifier']['kernel'])
+
+  program = str(jax.make_jaxpr(jax.grad(loss))(params))
+  assert program.count('dot_general') == 3 + 1 + 1  # forward, and the head's own gradient
+
+
+@pytest.mark.parametrize(('change', 'message'), [
+    ({'freeze': 'head'}, "freeze is 'head'"),
+    ({'freeze_layers': -1}, 'freeze_layers is -1'),
+    ({'layer_decay': 0.0}, 'layer_decay 0.0'),
+    ({'layer_decay': 1.5}, 'layer_decay 1.5'),
+])
+def test_impossible_ways_to_freeze_are_refused(change, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(PLAIN, **change)
+
+
+def test_more_frozen_layers_than_there_are_are_refused():
+  with pytest.raises(ValueError, match='freeze_layers is 4, but there are 3 layers'):
+    optim.make(dataclasses.replace(PLAIN, freeze_layers=4), layered_params())

@@ -1,13 +1,17 @@
 """Packed rows: the same examples and masks as unpacked, each once, seekable, on any host count."""
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_corpora import random_documents
+from small_corpora import TinyVocabulary, random_documents
 from test_pretrain import same, stream_of
 
+from bertjax import heads, losses, objectives, state
 from bertjax.data import packing, pretrain
+from bertjax.model import BertConfig
 
 DOCUMENTS = random_documents(3, 60)
 
@@ -151,3 +155,32 @@ def test_lengths_are_those_of_the_examples():
 def test_impossible_settings_are_refused():
   with pytest.raises(ValueError, match='max_examples_per_row is 0'):
     packed_of(max_examples=0)
+
+
+# --- What is learnt from them
+
+
+@pytest.mark.parametrize('task', ['nsp', 'none'])
+def test_b067_packed_rows_give_the_losses_and_gradients_of_unpacked_ones(task):
+  packed = packed_of(next_sentence=task, vocabulary=TinyVocabulary())
+  config = BertConfig(
+      vocab_size=packed.examples.tokenizer.vocab_size, hidden_size=16, num_hidden_layers=2,
+      num_attention_heads=2, intermediate_size=32, max_position_embeddings=32,
+      hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+  build = lambda rngs: heads.BertForPreTraining(config, rngs)
+  graphdef, _ = state.split(build)
+  params = jax.jit(lambda: state.init_params(build, 0))()
+
+  def run(objective, batch):
+    def loss(params):
+      sums = objective.terms(nnx.merge(graphdef, params), batch, None)
+      weights = objective.weights(batch)
+      return sum(losses.mean(term.loss, weights[name]) for name, term in sums.items()), (
+          sums, objective.counts(batch))
+
+    batch = {name: jax.numpy.asarray(array) for name, array in batch.items()}
+    return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+  one = run(objectives.PACKED_PRETRAINING, packed.batch(np.arange(packed.rows_per_block)))
+  other = run(objectives.PRETRAINING, packed.examples.batch(np.arange(packing.BLOCK_EXAMPLES)))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, other)

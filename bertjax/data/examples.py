@@ -192,8 +192,11 @@ class EpochBatches:
   Attributes:
     shapes: of the lengths that occur.
     steps_per_epoch: batches of an epoch.
+    examples_per_row: 1.
     statistics: share of padding, and how many batches there are of each length.
   """
+
+  examples_per_row = 1.0
 
   def __init__(
       self, examples: Examples, buckets: Sequence[int], batch_size: int, seed: int,
@@ -207,9 +210,12 @@ class EpochBatches:
     self.steps_per_epoch = len(plan)
     lengths = sorted({group.length for group in plan})
     self.shapes = tuple(batch_shapes(examples, length, batch_size) for length in lengths)
-    places = sum(group.length for group in plan) * batch_size
-    self.mean_length = places / (len(plan) * batch_size)
-    self.statistics = {'padding': 1 - int(examples.lengths.sum()) / places} | {
+    self.mean_length = sum(group.length for group in plan) / len(plan)
+    # Of every choice: the shorter ones of an example are padded as well.
+    tokens = sum(int(mask.sum()) for mask in examples.tokens['attention_mask'])
+    choices = int(np.prod(examples.tokens['input_ids'][0].shape[:-1]))
+    places = self.mean_length * len(plan) * batch_size * choices
+    self.statistics = {'padding': 1 - tokens / places} | {
         f'batches_of_length_{length}': sum(group.length == length for group in plan)
         for length in lengths}
 

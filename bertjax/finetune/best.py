@@ -1,15 +1,19 @@
 """The best model of a run: kept in WORKDIR/best, a workdir of its own that every tool reads."""
 
 import dataclasses
+import json
 from typing import Any
 
+import jax
 from absl import logging
 from etils import epath
 
-from bertjax import checkpoint, state
+from bertjax import checkpoint, state, step_folder
+from bertjax.data.encoding import write_files
 from bertjax.job import Scores
 
 FOLDER = 'best'
+_OVER = 'over.json'  # in FOLDER: the step at which the patience had run out
 
 
 def is_better(metric: str, score: float | None, than: float | None) -> bool:
@@ -19,10 +23,22 @@ def is_better(metric: str, score: float | None, than: float | None) -> bool:
   return score < than if metric.endswith('loss') else score > than
 
 
+def find(workdir: epath.PathLike) -> epath.Path | None:
+  """Where the best model is; None if none was kept, or a kill cut its first save short."""
+  folder = step_folder.absolute(workdir) / FOLDER
+  if not folder.exists():
+    return None
+  steps = step_folder.steps(folder / step_folder.FOLDER).values()
+  if any(step_folder.damage(step) is None for step in steps):
+    return folder
+  logging.warning('Passed over %s: there is no complete model in it', folder)
+  return None
+
+
 def read(workdir: epath.PathLike) -> dict[str, Any] | None:
   """The metadata of the best model, None if there is none."""
-  folder = epath.Path(workdir) / FOLDER
-  return checkpoint.read_metadata(folder) if folder.exists() else None
+  folder = find(workdir)
+  return checkpoint.read_metadata(folder) if folder else None
 
 
 @dataclasses.dataclass
@@ -60,14 +76,17 @@ class Keeper:
           self.workdir / FOLDER, step, params,
           self.metadata | {'scores': scores, 'metric': self.metric, 'head': head}, self.tokenizer)
       return False
-    return self.is_over(step)
-
-  def is_over(self, step: int) -> bool:
-    """Whether the patience has run out at this step."""
-    stored = read(self.workdir)
-    if not self.patience or stored is None:
-      return False
-    over = step - stored['step'] >= self.patience * self.every
+    over = bool(self.patience) and step - stored['step'] >= self.patience * self.every
     if over:
       logging.info('%s was last better at step %d', self.metric, stored['step'])
+      if jax.process_index() == 0:
+        write_files(self.workdir / FOLDER, {_OVER: json.dumps({'step': step}).encode()})
     return over
+
+  def is_over(self, step: int) -> bool:
+    """Whether `judge` has ended the training at this step.
+
+    The steps since the best one do not say so: a signal may have cut the evaluation short.
+    """
+    file = self.workdir / FOLDER / _OVER
+    return file.exists() and json.loads(file.read_text(encoding='utf-8'))['step'] == step

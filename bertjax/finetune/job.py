@@ -13,7 +13,17 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from bertjax import checkpoint, heads, metrics, objectives, sharding, state, warm_start
+from bertjax import (
+  attention,
+  checkpoint,
+  heads,
+  metrics,
+  model,
+  objectives,
+  sharding,
+  state,
+  warm_start,
+)
 from bertjax import config as config_lib
 from bertjax.config import ConfigError
 from bertjax.data import examples as examples_lib
@@ -64,14 +74,16 @@ def open_origin(path: str) -> Origin:
                 tokenizer_folder)
 
 
-def bert_config(settings: Settings, origin: Origin) -> BertConfig:
-  """The checkpoint's sizes with what the configuration changes.
+def bert_config(settings: Settings, origin: Origin, mesh: jax.sharding.Mesh) -> BertConfig:
+  """The checkpoint's sizes with what the configuration changes, and attention as it can be had.
 
   Raises:
+    AttentionError: an implementation of attention that cannot do what the configuration asks.
     ConfigError: a change of what the weights depend on, or rows longer than the positions.
   """
   stored = origin.metadata['config']['model']
-  free = ('dtype', 'remat', 'scan_unroll', 'hidden_dropout_prob', 'attention_probs_dropout_prob')
+  free = ('dtype', 'remat', 'scan_unroll', 'attention', 'hidden_dropout_prob',
+          'attention_probs_dropout_prob')
   for name, value in settings.model.items():
     if name not in free and stored.get(name) != value:
       raise ConfigError(f'model.{name} is {value}, but {stored.get(name)} in {origin.path}; only '
@@ -80,14 +92,16 @@ def bert_config(settings: Settings, origin: Origin) -> BertConfig:
   if settings.max_length > config.max_position_embeddings:
     raise ConfigError(f'seq_lengths goes up to {settings.max_length}, but the model has '
                       f'{config.max_position_embeddings} positions')
-  return config
+  chosen = attention.choose(config, mesh.devices.flat[0].platform, *settings.seq_lengths,
+                            model_ways=mesh.shape['model'])
+  return dataclasses.replace(config, attention=chosen)
 
 
 def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> Job:
   """What the loop needs to know of this fine-tuning."""
   mesh = sharding.make_mesh(settings.mesh)
   _check_batch(settings, mesh)
-  bert = bert_config(settings, origin)
+  bert = bert_config(settings, origin, mesh)
   head = heads.HeadConfig(task.kind, task.num_outputs, **dataclasses.asdict(settings.head))
   build = lambda rngs: heads.HEADS[task.kind](bert, head, rngs)
   stream = examples_lib.EpochBatches(
@@ -95,7 +109,7 @@ def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
       jax.process_count())
   num_steps = settings.num_epochs * stream.steps_per_epoch
   evaluate_every = settings.evaluate.every or stream.steps_per_epoch
-  resolved = settings_lib.to_json(settings) | {'model': dataclasses.asdict(bert)}
+  resolved = settings_lib.to_json(settings) | {'model': model.to_store(bert)}
   metadata = {
       'config': resolved, 'data_hash': _content_hash(task.train),
       'tokenizer_hash': origin.tokenizer.hash(),
@@ -110,15 +124,16 @@ def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
                       f'{bert.num_hidden_layers} layers')
   rows = task.train.tokens['input_ids'][0].size // task.train.tokens['input_ids'][0].shape[-1]
   stage = Stage(
-      num_steps=num_steps, batch_size=settings.batch_size, optimizer=optimizer,
-      open=lambda: stream, accumulate=settings.accumulate,
-      flops_per_example=rows * metrics.model_flops_per_example(
+      objective=objectives.fine_tuning(task.kind), num_steps=num_steps,
+      batch_size=settings.batch_size, optimizer=optimizer, open=lambda: stream,
+      accumulate=settings.accumulate,
+      flops_per_row=rows * metrics.model_flops_per_example(
           hidden_size=bert.hidden_size, num_hidden_layers=bert.num_hidden_layers,
           intermediate_size=bert.intermediate_size, vocab_size=bert.vocab_size,
           seq_length=round(stream.mean_length), num_predictions=0))
   return Job(
       title=f'fine-tuning: {task.name}', build=build,
-      objective=objectives.fine_tuning(task.kind), stages=(stage,),
+      stages=(stage,),
       baselines={f'baseline/{name}': value for name, value in task.baseline.items()
                  if value is not None}, mesh=mesh, seed=settings.seed,
       metadata=metadata, tokenizer=origin.tokenizer_folder,
@@ -183,7 +198,8 @@ def _describe(settings, origin, task, bert, head, stream, optimizer) -> list[str
     frozen += f', first {optimizer.freeze_layers} layers frozen'
   return [
       f'model       {bert.num_hidden_layers} layers, {bert.hidden_size} wide; computing in '
-      f'{bert.dtype}, dropout {bert.hidden_dropout_prob}, head {head.dropout}',
+      f'{bert.dtype}, dropout {bert.hidden_dropout_prob}, head {head.dropout}, attention '
+      f'{bert.attention}',
       f'head        {task.kind}, {head.num_outputs} output(s) {list(task.labels)[:12]}, reads '
       f'{head.layers}',
       f'data        {len(task.train):,} training examples; evaluated on {splits}',

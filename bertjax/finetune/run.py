@@ -16,7 +16,7 @@ from bertjax.config import ConfigError
 from bertjax.data.encoding import write_files
 from bertjax.evals import predictions
 from bertjax.finetune import best, sweep
-from bertjax.finetune.job import Origin, bert_config, open_origin, predictors
+from bertjax.finetune.job import Origin, bert_config, open_origin, predictors, same_head
 from bertjax.finetune.settings import Settings
 from bertjax.finetune.task import Split, Task
 
@@ -33,11 +33,11 @@ def run(settings: Settings, workdir: str, load_task: LoadTask) -> int:
   if settings.mode == 'train':
     origin = open_origin(settings.init_from)
     return sweep.run(settings, home, origin, load_task(settings, origin))
-  trained = (home / best.FOLDER).exists() or (home / 'checkpoints').exists()
+  trained = best.find(home) or (home / 'checkpoints').exists()
   origin = open_origin(str(home) if trained else settings.init_from)
   logging.info('Model: %s, step %s', origin.path, origin.metadata['step'])
   task = load_task(settings, origin)
-  if origin.head['kind'] != task.kind or tuple(origin.head.get('labels', ())) != task.labels:
+  if not same_head(origin, task):
     raise ConfigError(
         f'{origin.path} has a head of kind {origin.head["kind"]} with labels '
         f'{origin.head.get("labels", [])}, and the task is of kind {task.kind} with '
@@ -59,7 +59,7 @@ def _apply(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) 
   mesh = sharding.make_mesh(settings.mesh)
   head = heads.HeadConfig(**origin.head['config']) if 'config' in origin.head else (
       heads.HeadConfig(task.kind, task.num_outputs))
-  bert = bert_config(settings, origin)
+  bert = bert_config(settings, origin, mesh)
   build = lambda rngs: heads.HEADS[task.kind](bert, head, rngs)
   with jax.set_mesh(mesh):
     _, shapes = state.split(build)

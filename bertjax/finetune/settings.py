@@ -47,6 +47,12 @@ class HeadSettings:
   dropout: float = 0.1
   layers: str = 'last'
 
+  def __post_init__(self):
+    if self.layers not in ('last', 'weighted_sum'):
+      raise ConfigError(f"head.layers is {self.layers!r}; it must be 'last' or 'weighted_sum'")
+    if not 0 <= self.dropout < 1:
+      raise ConfigError(f'head.dropout is {self.dropout}; it must be in [0, 1)')
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -94,6 +100,12 @@ class Settings:
     for name in ('batch_size', 'accumulate', 'num_epochs', 'log_every'):
       if getattr(self, name) < 1:
         raise ConfigError(f'{name} is {getattr(self, name)}; it must be at least 1')
+    if min(self.seed, *self.seeds, 0) < 0:
+      raise ConfigError(f'seed {self.seed}, seeds {self.seeds}: they must not be negative')
+    for name in ('seeds', 'learning_rates'):
+      values = getattr(self, name)
+      if len(set(values)) < len(values):
+        raise ConfigError(f'{name} is {values}; name each once')
     lengths = self.seq_lengths
     if not lengths or any(n < 8 for n in lengths) or list(lengths) != sorted(set(lengths)):
       raise ConfigError(f'seq_lengths is {lengths}; give ascending lengths of at least 8')
@@ -136,9 +148,11 @@ def from_config(
               'evaluate': EvaluateSettings, 'head': HeadSettings}
   for name, cls in sections.items():
     values[name] = config_lib.build(cls, values.get(name, {}), name)
-  for name in ('seeds', 'learning_rates', 'seq_lengths'):  # --config.seeds=7 gives a number
-    if name in values and not isinstance(values[name], tuple):
+  for name, types in (('seeds', (int,)), ('learning_rates', (int, float)), ('seq_lengths', (int,))):
+    if name in values and not isinstance(values[name], tuple):  # --config.seeds=7 gives a number
       values[name] = (values[name],)
+    if any(type(value) not in types for value in values.get(name, ())):
+      raise ConfigError(f'{name} is {values[name]}; {types[-1].__name__} is needed for each')
   settings = config_lib.build(Settings, values, '')
   settings.optimizer_settings(1)
   return settings
@@ -146,8 +160,8 @@ def from_config(
 
 # What a workdir may be resumed with although it was started with something else.
 _MAY_CHANGE = ('mesh', 'checkpoint', 'log_every', 'mode', 'seeds', 'learning_rates', 'init_from',
-               'evaluate.batch_size', 'model.remat', 'model.scan_unroll', 'data.path',
-               'data.train', 'data.dev', 'data.test')
+               'evaluate.batch_size', 'model.remat', 'model.scan_unroll', 'model.attention',
+               'data.path', 'data.train', 'data.dev', 'data.test')
 
 
 def to_json(settings: Settings) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def load(settings: Settings, origin: Origin) -> Task:
       squad_answers.write(answers(outputs), folder)
       return [folder / 'predictions.json']
 
-    labelled = any(question.answers for question in questions)
+    labelled = any(question.answers or question.is_impossible for question in questions)
     score = lambda outputs: _scores(questions, answers(outputs), data.version, threshold)
     return Split(name, made.examples, score if labelled else None, write)
 
@@ -87,10 +87,11 @@ def load(settings: Settings, origin: Origin) -> Task:
       raise ConfigError('no training data: set data.train to a JSON file in SQuAD form')
     questions = squad.read(data.train, data.version, training=True, strict=data.strict)
     train = windows(questions[:data.max_train_questions or None], True).examples
-  if splits and mode != 'predict':
+  if splits and splits[0].scores is not None and mode != 'predict':
     baseline = _baseline(squad.read(path, data.version), data.version)
   facts = {'version': data.version, 'max_length': settings.max_length,
-           'doc_stride': data.doc_stride}
+           **{name: getattr(data, name) for name in (
+               'doc_stride', 'max_query_length', 'n_best_size', 'max_answer_length')}}
   learned = lambda scores: (
       {'null_threshold': scores['best_f1_thresh']} if data.version == 2 else {})
   metric = 'f1' if data.version == 1 else 'best_f1'

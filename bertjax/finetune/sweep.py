@@ -35,6 +35,8 @@ def run(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
   """
   if task.train is None:
     raise ConfigError('no training data: set data.train or data.path')
+  if not len(task.train):
+    raise ConfigError('the training data hold no example to learn from; the log says why')
   if any(not rate > 0 for rate in settings.learning_rates):
     raise ConfigError(f'learning_rates {settings.learning_rates}: each must be positive')
   results = []
@@ -71,7 +73,8 @@ def _result(settings: Settings, folder: epath.Path, task: Task) -> dict[str, Any
     return found
   metric = stored['metric']
   score, baseline = stored['scores'][metric], task.baseline.get(metric)
-  failed = baseline is not None and not best.is_better(metric, score, baseline)
+  # An undefined score (say, of equal predictions) is no better than an undefined baseline.
+  failed = not best.is_better(metric, score, baseline)
   if failed:
     logging.warning('%s: %s is %s, no better than knowing nothing (%s)', folder, metric, score,
                     baseline)
@@ -81,21 +84,25 @@ def _result(settings: Settings, folder: epath.Path, task: Task) -> dict[str, Any
 
 def table(results: list[dict[str, Any]]) -> str:
   """Median, best and failed runs of each learning rate, as text."""
-  scored = [result for result in results if result.get('score') is not None]
-  if not scored:
+  judged = [result for result in results if 'metric' in result]
+  if not judged:
     return f'{len(results)} runs, and nothing was evaluated'
-  metric, baseline = scored[0]['metric'], scored[0]['baseline']
+  metric, baseline = judged[0]['metric'], judged[0]['baseline']
   knows_nothing = 'none' if baseline is None else f'{baseline:.4f}'
-  lines = [f'{scored[0]["task"]}: {metric} of the best checkpoint of each run; an answer that '
+  lines = [f'{judged[0]["task"]}: {metric} of the best checkpoint of each run; an answer that '
            f'knows nothing: {knows_nothing}',
            f'{"learning rate":>13}  {"runs":>4}  {"failed":>6}  {"median":>8}  {"best":>8}  '
            f'{"worst":>8}  {"deviation":>9}']
-  for rate in dict.fromkeys(result['learning_rate'] for result in scored):
-    rows = [result for result in scored if result['learning_rate'] == rate]
-    scores = sorted(row['score'] for row in rows)
-    top, bottom = (scores[0], scores[-1]) if metric.endswith('loss') else (scores[-1], scores[0])
-    deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0
+  for rate in dict.fromkeys(result['learning_rate'] for result in judged):
+    rows = [result for result in judged if result['learning_rate'] == rate]
+    # Undefined ones count as runs, and as failed; the figures are of the others.
+    scores = sorted(row['score'] for row in rows if row['score'] is not None)
     lines.append(f'{rate:>13g}  {len(rows):>4}  {sum(row["failed"] for row in rows):>6}  '
-                 f'{statistics.median(scores):>8.4f}  {top:>8.4f}  {bottom:>8.4f}  '
-                 f'{deviation:>9.4f}')
+                 + (_figures(scores, metric) if scores else 'undefined'))
   return '\n'.join(lines)
+
+
+def _figures(scores: list[float], metric: str) -> str:
+  top, bottom = (scores[0], scores[-1]) if metric.endswith('loss') else (scores[-1], scores[0])
+  deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0
+  return f'{statistics.median(scores):>8.4f}  {top:>8.4f}  {bottom:>8.4f}  {deviation:>9.4f}'

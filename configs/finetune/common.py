@@ -29,6 +29,7 @@ def get_config() -> ConfigDict:
       'attention_probs_dropout_prob': 0.1,
       'remat': 'none',
       'scan_unroll': 1,
+      'attention': 'auto',
   })
   config.head = ConfigDict({'dropout': 0.1, 'layers': 'last'})
   config.optimizer = ConfigDict({

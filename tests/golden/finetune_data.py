@@ -7,7 +7,6 @@ that parity_data.py gives, whose sizes and encoder weights these are.
 import hashlib
 
 import numpy as np
-
 from golden import parity_data
 
 # Kind of head -> outputs of its last layer.
@@ -16,10 +15,12 @@ KINDS = {'classification': 3, 'regression': 1, 'multi_label': 4, 'choice': 1, 't
 CONFIG = parity_data.CONFIG
 # Under the names of bertjax.optim.OptimizerSettings.
 OPTIMIZER = parity_data.OPTIMIZER | {
-    'num_steps': 100, 'bias_correction': True}
+    'learning_rate': 1e-3, 'num_steps': 100, 'bias_correction': True}
 BATCH_SIZE, SEQ_LENGTH, NUM_CHOICES = 16, 32, 4
 LONGEST = 14  # words of a segment; two of them and three specials leave padding in every row
 GROUPS = 5  # of words; the labels depend on them, so that they can be learnt
+# Of a row's label being drawn, so that no loss gets so small that rounding is all of it.
+NOISE = 0.15
 _SEED = 10
 
 Row = dict[str, np.ndarray]
@@ -75,6 +76,10 @@ def _group_of(words: np.ndarray) -> np.ndarray:
   return (words - parity_data.FIRST_ORDINARY) % GROUPS
 
 
+def _noisy(draw: np.random.RandomState, label: int, num_labels: int) -> int:
+  return draw.randint(num_labels) if draw.uniform() < NOISE else label
+
+
 def _join(first: np.ndarray, second: np.ndarray) -> Row:
   """[CLS] first [SEP] second [SEP] padding."""
   tokens = np.concatenate([
@@ -89,41 +94,42 @@ def _join(first: np.ndarray, second: np.ndarray) -> Row:
 
 def _classification(draw: np.random.RandomState) -> Row:
   """The label is the group of the first segment."""
-  label = draw.randint(KINDS['classification'])
-  row = _join(_words(draw, [label]), _words(draw, range(GROUPS)))
-  return row | {'labels': np.int32(label)}
+  group = draw.randint(KINDS['classification'])
+  row = _join(_words(draw, [group]), _words(draw, range(GROUPS)))
+  return row | {'labels': np.int32(_noisy(draw, group, KINDS['classification']))}
 
 
 def _regression(draw: np.random.RandomState) -> Row:
-  """The label is how many of the second segment's words are of two groups, from 0 to 5."""
-  second = _words(draw, [0, 1, *range(GROUPS)])
-  share = (_group_of(second) < 2).mean()
-  return _join(_words(draw, range(GROUPS)), second) | {'labels': np.float32(5 * share)}
+  """The label is the share of the words of one group among the second segment's, times 3."""
+  second = _words(draw, [0, draw.randint(GROUPS)])
+  share = (_group_of(second) == 0).mean()
+  return _join(_words(draw, range(GROUPS)), second) | {'labels': np.float32(3 * share)}
 
 
 def _multi_label(draw: np.random.RandomState) -> Row:
-  """The labels are the groups that occur in the second segment; the last one says nothing."""
-  there = [group for group in range(GROUPS - 1) if draw.randint(2)]
-  second = _words(draw, [*there, GROUPS - 1])
-  labels = np.isin(np.arange(KINDS['multi_label']), _group_of(second)).astype(np.float32)
-  return _join(_words(draw, range(GROUPS)), second) | {'labels': labels}
+  """The labels are the groups that the words are of; that of the last one has no label."""
+  there = [group for group in range(GROUPS - 1) if draw.randint(2)] or [GROUPS - 1]
+  labels = np.isin(np.arange(KINDS['multi_label']), there).astype(np.float32)
+  return _join(_words(draw, there), _words(draw, there)) | {'labels': labels}
 
 
 def _choice(draw: np.random.RandomState) -> Row:
   """The right one of the second segments is of group 0."""
-  label = draw.randint(NUM_CHOICES)
+  right = draw.randint(NUM_CHOICES)
   first = _words(draw, range(GROUPS))
-  choices = [_join(first, _words(draw, [0] if number == label else range(1, GROUPS)))
+  choices = [_join(first, _words(draw, [0] if number == right else range(1, GROUPS)))
              for number in range(NUM_CHOICES)]
   return {name: np.stack([choice[name] for choice in choices]) for name in choices[0]} | {
-      'labels': np.int32(label)}
+      'labels': np.int32(_noisy(draw, right, NUM_CHOICES))}
 
 
 def _tagging(draw: np.random.RandomState) -> Row:
   """The label of a word is its group; a third of them have none, like a word's later pieces."""
   row = _join(_words(draw, range(GROUPS)), _words(draw, range(GROUPS)))
   labelled = (row['input_ids'] >= parity_data.FIRST_ORDINARY) & (draw.randint(0, 3, SEQ_LENGTH) > 0)
-  return row | {'labels': np.where(labelled, _group_of(row['input_ids']), 0).astype(np.int32),
+  groups = np.where(draw.uniform(size=SEQ_LENGTH) < NOISE, draw.randint(0, GROUPS, SEQ_LENGTH),
+                    _group_of(row['input_ids']))
+  return row | {'labels': np.where(labelled, groups, 0).astype(np.int32),
                 'label_weights': labelled.astype(np.float32)}
 
 

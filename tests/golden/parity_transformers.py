@@ -86,7 +86,7 @@ def compute(config, params, inputs) -> dict[str, np.ndarray]:
   every = bert.hidden_states(*rows)
   found = {'hidden_states': every}
   if with_pooler:
-    found['pooler_output'] = bert.pool(every[-1])
+    found['pooler_output'] = bert.pool(every[-1][:, 0])
   if 'masked_lm' in flat:
     template, _ = state.split(lambda rngs: heads.MaskedLM(config, rngs))
     head = nnx.merge(template, params['masked_lm'])

