@@ -161,7 +161,8 @@ class Embeddings(nnx.Module):
       position_ids: Int[Array, 'B T'] | None = None,
   ) -> Float[Array, 'BT D']:
     dtype, (rows, length) = self.config.dtype, input_ids.shape
-    words = self.word_embeddings.embedding[...][input_ids]
+    table = self.word_embeddings.embedding[...]
+    words = sharding.gather(table, 'word_embeddings/embedding')[input_ids]
     positions = self.position_embeddings.embedding[...]
     positions = positions[:length] if position_ids is None else positions[position_ids]
     # A product with one-hot rows: the table is tiny, and its gradient needs no scatter.
@@ -248,6 +249,7 @@ class Encoder(nnx.Module):
 
     def body(x, scanned):
       layer, index = scanned
+      layer = sharding.gather_layer(layer, config.dtype)
       key = None if dropout_keys is None else fold(dropout_keys, index)
       x = sharding.constrain_rows(layer(x, mask, key, segment_ids))
       return x, (x if every_layer else None)

@@ -109,7 +109,7 @@ class RollCall:
     self._changed = threading.Condition()
     self._left = False
 
-  def meet(self, timeout: float) -> None:
+  def meet(self, timeout: int | float) -> None:
     """Returns when all processes are there.
 
     Raises:
@@ -142,7 +142,7 @@ class RollCall:
 
   # --- Meeting -----------------------------------------------------------------------------------
 
-  def _await_all(self, deadline: float, timeout: float) -> None:
+  def _await_all(self, deadline: float, timeout: int | float) -> None:
     for line in self._callers(deadline):
       try:
         line.connection.settimeout(_HANDSHAKE)
@@ -201,7 +201,7 @@ class RollCall:
     for line in self._lines.values():
       line.send(message)
 
-  def _call(self, deadline: float, timeout: float) -> None:
+  def _call(self, deadline: float, timeout: int | float) -> None:
     host, _, port = self._address.rpartition(':')
     seen = 1
     while (left := deadline - time.monotonic()) > 0:
@@ -237,7 +237,7 @@ class RollCall:
           return
         yield from messages
 
-  def _too_few(self, seen: int, timeout: float, which: str) -> str:
+  def _too_few(self, seen: int, timeout: int | float, which: str) -> str:
     return (
         f'expected {self._count} processes, seen {seen} within {timeout:g} s ({which}). Start the '
         f'same command on all {self._count} hosts at once: launch/tpu_run.sh does; by hand give '

@@ -5,7 +5,7 @@ import re
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 AXES = ('data', 'fsdp', 'model')
@@ -64,7 +64,7 @@ def make_mesh(settings: MeshSettings, devices: list | None = None) -> Mesh:
       tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
-def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
   """The PartitionSpec of one array; an axis that the mesh does not divide stays whole."""
   spec = next(spec for pattern, spec in RULES if re.search(pattern, path))
   if len(spec) > len(shape):  # a scalar of the optimizer
@@ -97,6 +97,46 @@ def constrain_rows(x: Shaped[Array, 'rows *rest']) -> Shaped[Array, 'rows *rest'
   if mesh.empty:
     return x
   return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS))
+
+
+def gather(x: Shaped[Array, '*shape'], path: str) -> Shaped[Array, '*shape']:
+  """A parameter as it is used: its fsdp shares brought together; its gradient is shared out again.
+
+  Left alone, XLA moves the smaller thing per product and so the wrong one in all: it passes shares
+  of a kernel around while it adds up the product in pieces, which reads and writes the sum once a
+  piece, and it looks every token of the global batch up in each share of the word table.
+
+  Args:
+    x: the parameter (of a layer: without the axis of layers).
+    path: as in RULES.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.shape['fsdp'] == 1:
+    return x
+  stacked = (1,) if 'layers/' in path else ()
+  shared = PartitionSpec(*spec_of(path, stacked + x.shape, mesh)[len(stacked):])
+  split = [(names,) if isinstance(names, str) else names or () for names in shared]
+  whole = PartitionSpec(*(tuple(name for name in names if name != 'fsdp') for names in split))
+
+  @jax.custom_vjp
+  def gathered(x):
+    return jax.lax.with_sharding_constraint(x, whole)
+
+  def backward(_, gradient):
+    gradient = jax.lax.with_sharding_constraint(gradient, whole)
+    return (jax.lax.with_sharding_constraint(gradient, shared),)
+
+  gathered.defvjp(lambda x: (gathered(x), None), backward)
+  return gathered(x)
+
+
+def gather_layer(layer, dtype: str):
+  """The kernels of a layer (a module or a tree) in the type of the computation, gathered."""
+  def one(path, leaf):
+    name = jax.tree_util.keystr(path, simple=True, separator='/').removesuffix('/value')
+    return gather(leaf.astype(dtype), f'layers/{name}') if leaf.ndim > 1 else leaf
+
+  return jax.tree_util.tree_map_with_path(one, layer)
 
 
 def constrain_parts(x: Array) -> Array:

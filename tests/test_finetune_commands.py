@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import small_checkpoint as small
 from test_finetune import write_rte
-from test_train import ROOT, environment
+from test_train import ROOT
+from test_train import environment as plain_environment
 
 from bertjax import checkpoint, step_folder
 
@@ -23,13 +24,13 @@ from configs.finetune import glue
 def get_config(text=''):
   config = glue.get_config('task=rte')
   config.seq_lengths = (16,)
-  config.batch_size, config.num_epochs, config.log_every = 8, 6, 10
+  config.batch_size, config.num_epochs, config.log_every = 8, 5, 10
   config.optimizer.learning_rate = 3e-3
   config.checkpoint.every = 7
   config.evaluate.every = 13
   return config
 '''
-STEPS = 120
+STEPS = 100
 EVALUATED = [*range(13, STEPS, 13), STEPS]
 
 
@@ -43,6 +44,11 @@ def home(tmp_path_factory):
   write_rte(folder / 'glue/RTE/test.tsv', draw, 13, labelled=False)
   (folder / 'config.py').write_text(CONFIG, encoding='utf-8')
   return folder
+
+
+def environment() -> dict[str, str]:
+  """As users have it, but for the optimizing of programs that run for a second."""
+  return plain_environment() | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
 
 
 def start(home, workdir, *more) -> subprocess.Popen:
@@ -82,7 +88,7 @@ def start_two(home, run, copy) -> list[subprocess.Popen]:
 
 
 def wait_for_lines(process: subprocess.Popen, count: int) -> None:
-  """Until so many lines of losses and scores are said, of which there are about 22 in all."""
+  """Until so many lines of losses and scores are said, of which there are about 18 in all."""
   for line in process.stderr:
     count -= 'loss' in line and f'/{STEPS}' in line
     if count <= 0:
@@ -120,32 +126,25 @@ def whole(home, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_kill_at_any_moment_and_resume_ends_bit_for_bit_the_same(home, whole, tmp_path):
+def test_killed_and_stopped_at_any_moment_it_ends_bit_for_bit_the_same(home, whole, tmp_path):
   """With dropout; also the best model, its scores and the record of the evaluations."""
   draw = random.Random(2)
   for _ in range(3):
-    process = start(home, tmp_path, '--config.checkpoint.every=3')
-    wait_for_lines(process, draw.randint(1, 6))
-    time.sleep(draw.uniform(0, 0.3))
+    process = start(home, tmp_path, '--config.checkpoint.every=5')
+    wait_for_lines(process, draw.randint(1, 3))
+    time.sleep(draw.uniform(0, 0.1))
     assert process.poll() is None, 'it ended before it was to be killed'
     process.kill()
     process.communicate()
-  [(code, text)] = ended(start(home, tmp_path))
-  assert code == 0, text
-  assert outcome(tmp_path) == outcome(whole)
-
-
-@pytest.mark.slow
-def test_sigterm_saves_and_exits_143_and_the_rest_is_the_same(home, whole, tmp_path):
   process = start(home, tmp_path)
-  wait_for_lines(process, 3)
+  wait_for_lines(process, 2)
   process.send_signal(signal.SIGTERM)
   [(code, text)] = ended(process)
-  assert code == 143 and 'after a save' in text
+  assert code == 143 and 'after a save' in text, text
   saved = int(step_folder.find(tmp_path).name)
   assert 0 < saved < STEPS
   [(code, text)] = ended(start(home, tmp_path))
-  assert code == 0 and f'resumed at step {saved}' in text
+  assert code == 0 and f'resumed at step {saved}' in text, text
   assert outcome(tmp_path) == outcome(whole)
 
 

@@ -264,7 +264,8 @@ def test_weights_of_zero_are_the_mean_of_all_layers(kind):
     layers = model.bert.hidden_states(
         batch['input_ids'], batch['token_type_ids'], batch['attention_mask'])
     hidden = sum(weight * layer for weight, layer in zip(weights, layers, strict=True))
-    return getattr(model, head)(hidden if kind == 'span' else model.bert.pool(hidden))
+    pooled = hidden if kind == 'span' else jnp.tanh(model.bert.pooler(hidden[:, 0]))
+    return getattr(model, head)(pooled)
 
   params['layer_weights'] = jnp.zeros(3)
   wanted = jax.jit(lambda params: by_hand(params, [1 / 3] * 3))(params)
@@ -310,7 +311,8 @@ def test_b066_neither_padding_nor_company_changes_the_outputs(kind):
 
 def trained(kind, build, *, settings=None, data=1, fsdp=1, accumulate=1, steps=2):
   """Parameters before and after some steps, and the metrics of each step."""
-  settings = settings or dataclasses.replace(ADAMW, clip_norm=1.0)
+  # With so large an eps a gradient of 0, as of a bias that a softmax does not see, stays no step.
+  settings = settings or dataclasses.replace(ADAMW, clip_norm=1.0, eps=1e-4)
   mesh = sharding.make_mesh(sharding.MeshSettings(data, fsdp), jax.devices()[:data * fsdp])
   graphdef, shapes = state.split(build)
   optimizer, before = optim.make(settings, shapes), drawn(shapes)
@@ -337,9 +339,10 @@ def dropping(kind):
   return build_of(DROPPING, kind, KINDS[kind], dropout=0.1)
 
 
-@pytest.mark.parametrize('how', [
-    {'data': 8}, {'accumulate': 2}, {'accumulate': 4, 'data': 2}], ids=str)
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize('kind, how', [
+    *((kind, how) for kind in KINDS for how in ({'data': 8}, {'accumulate': 4, 'data': 2})),
+    ('classification', {'accumulate': 2}), ('choice', {'accumulate': 2})], ids=str)
 def test_b050_devices_and_parts_change_neither_losses_nor_weights(alone, kind, how):
   """A filler is among the rows, labels are spread unevenly, and dropout is on."""
   _, wanted, wanted_metrics = alone(kind)
@@ -348,12 +351,7 @@ def test_b050_devices_and_parts_change_neither_losses_nor_weights(alone, kind, h
     assert one.keys() == other.keys()
     for name in one:
       np.testing.assert_allclose(one[name], other[name], rtol=5e-5, err_msg=name)
-  # A bias of which a softmax does not see its common part has a gradient of rounding noise.
-  for tree in (found, wanted, before):
-    tree['bert']['encoder']['layers']['attention']['key']['bias'] = np.zeros(())
-    if kind in ('choice', 'span'):
-      tree['qa_outputs' if kind == 'span' else 'classifier']['bias'] = np.zeros(())
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, wanted)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, wanted)
   moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), found, jax.device_get(before))
   assert moved['bert']['encoder']['layers']['output']['kernel'] > 1e-3
 

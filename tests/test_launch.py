@@ -293,6 +293,41 @@ def test_a_signal_is_passed_on_and_awaited_and_one_run_at_a_time(tmp_path):
   assert (tmp_path / 'runs').read_text().count('run') == 1
 
 
+def test_the_commands_that_are_sent_work_on_a_host(cloud, tmp_path):
+  """What ssh would run there, run here: start, then what the watch asks."""
+  watch(cloud, '--cache', 'gs://a bucket', training=['none', '0'])
+  sent = [word.removeprefix('--command=') for call in cloud.calls('ssh') for word in call
+          if word.startswith('--command=')]
+  start = next(command for command in sent if 'nohup' in command)
+  ask = next(command for command in sent if 'echo running' in command)
+  host = tmp_path / 'host'
+  on_host = lambda command: subprocess.run(
+      ['bash', '-c', command], cwd=host, env={**os.environ, 'HOME': str(host)}, text=True,
+      capture_output=True, check=True, timeout=60).stdout.strip()
+  host.mkdir()
+  assert on_host(ask) == 'none'
+  (host / 'bertjax').mkdir()
+  (host / 'bertjax' / 'launch').symlink_to(LAUNCH)
+  (host / 'bertjax-venv' / 'bin').mkdir(parents=True)
+  (host / 'bertjax-venv' / 'bin' / 'activate').write_text(f'PATH={host}:$PATH', encoding='utf-8')
+  (host / 'python').write_text(
+      f'#!/bin/sh\necho "$JAX_COMPILATION_CACHE_DIR $@"\nwhile [ ! -e {host}/go ]; do sleep 0.05; '
+      'done\nexit 3\n', encoding='utf-8')
+  (host / 'python').chmod(0o755)
+  on_host(start)
+  while not (host / 'bertjax-run' / 'log').exists():
+    time.sleep(0.05)
+  assert on_host(ask) == 'running'
+  (host / 'go').touch()
+  for _ in range(600):
+    if (answer := on_host(ask)) != 'running':
+      break
+    time.sleep(0.05)
+  assert answer == '3'
+  log = (host / 'bertjax-run' / 'log').read_text(encoding='utf-8')
+  assert log.startswith('gs://a bucket -m bertjax.main --distributed --platform=tpu')
+
+
 @pytest.mark.parametrize('platform, name', [
     ('tpu', 'LIBTPU_INIT_ARGS'), ('gpu', 'XLA_FLAGS'), ('cpu', 'JAX_COMPILATION_CACHE_DIR')])
 def test_the_environment_has_flags_and_leaves_what_is_set(platform, name):

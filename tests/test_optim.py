@@ -338,7 +338,7 @@ def test_the_optimizer_learns():
 
 
 @pytest.mark.parametrize(('change', 'message'), [
-    ({'name': 'lamb'}, "optimizer name is 'lamb'"),
+    ({'name': 'adagrad'}, "optimizer name is 'adagrad'"),
     ({'num_steps': 0}, 'num_steps'),
     ({'warmup_steps': 21}, 'warmup_steps is 21; it must lie between 0 and the 20'),
     ({'warmup_steps': -1}, 'warmup_steps'),

@@ -175,7 +175,7 @@ def parse(text: str) -> Program:
       if header:
         current = computations[header[2]] = {}
         entry = header[2] if header[1] else entry
-    elif line.startswith('}'):
+    elif line == '}':  # attributes may go over several lines that begin with one
       current = None
     else:
       instruction = _instruction(line)
@@ -256,12 +256,33 @@ def _trips(program: Program, loop: Instruction) -> int | None:
   known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
   if known:
     return int(known[1])
-  # `lax.scan` counts from 0 for as long as the counter is below the one constant of the condition.
-  reached = _executions(program, loop.attribute('condition'), [])
-  limits = [int(instruction.arguments) for name in reached
-            for instruction in program.computations[name].values()
-            if instruction.opcode == 'constant' and re.fullmatch(r'\d+', instruction.arguments)]
-  return limits[0] if len(limits) == 1 else None
+  # The counter starts at 0, as that of `lax.scan`, and runs for as long as it is below a constant.
+  condition = program.computations[loop.attribute('condition')]
+  test = next(one for one in condition.values() if one.is_root)
+  limit = [condition[name].arguments for name in test.operands
+           if condition[name].opcode == 'constant']
+  counter = [_index(condition[name]) for name in test.operands
+             if condition[name].opcode == 'get-tuple-element']
+  if test.opcode != 'compare' or 'direction=LT' not in test.attributes or not (limit and counter):
+    return None
+  step = _step(program.computations[loop.attribute('body')], counter[0])
+  return step and -(-int(limit[0]) // step)
+
+
+def _step(body: Computation, counter: int) -> int | None:
+  """What one trip adds to an element of the loop's state; XLA may have unrolled it."""
+  state = next(one for one in body.values() if one.is_root)
+  value, total = body[state.operands[counter]], 0
+  while value.opcode in ('add', 'copy'):
+    total += sum(int(body[name].arguments) for name in value.operands
+                 if body[name].opcode == 'constant')
+    value = next(body[name] for name in value.operands if body[name].opcode != 'constant')
+  same = value.opcode == 'get-tuple-element' and _index(value) == counter
+  return total if same and total else None
+
+
+def _index(element: Instruction) -> int:
+  return int(re.search(r'\bindex=(\d+)', element.attributes)[1])
 
 
 # --- Collectives ---------------------------------------------------------------------------------
@@ -359,36 +380,59 @@ def _hbm_bytes(program: Program, name: str) -> int:
   for instruction in computation.values():
     if instruction.opcode in _FREE or instruction.opcode.endswith('-done'):
       continue
-    fused = program.computations.get(instruction.attribute('calls') or '')
-    total += sum(_written(instruction, fused))
+    total += _written(program, instruction)
     for number, operand in enumerate(instruction.operands):
-      shape = _operand(computation, operand)
-      if shape.in_hbm:
-        total += _read(instruction, fused, number, shape.nbytes)
+      if _operand(computation, operand).in_hbm:
+        total += _read(program, computation, instruction, number)
   return total
 
 
-def _written(instruction: Instruction, fused: Computation | None) -> Iterator[int]:
-  root = next((one for one in fused.values() if one.is_root), None) if fused else instruction
-  if root and root.opcode == 'dynamic-update-slice':  # in place: only the update is written
-    yield _operand(fused, root.operands[1]).nbytes if fused else 0
-    return
-  yield from (shape.nbytes for shape in instruction.shapes if shape.in_hbm)
-
-
-def _read(instruction: Instruction, fused: Computation | None, number: int, nbytes: int) -> int:
-  """Of an operand that a fusion only slices, the slices."""
-  if instruction.opcode in ('dynamic-slice', 'gather'):
-    return min(nbytes, instruction.shapes[0].nbytes)
-  if instruction.opcode == 'dynamic-update-slice':
-    return 2 * nbytes if number == 1 else 0  # the update is read here and written there
+def _written(program: Program, instruction: Instruction) -> int:
+  fused = program.computations.get(instruction.attribute('calls') or '')
   if not fused:
-    return nbytes
-  inside = next((one.name for one in fused.values()
+    in_place = instruction.opcode == 'dynamic-update-slice'  # `_read` counts the update twice
+    return 0 if in_place else sum(shape.nbytes for shape in instruction.shapes if shape.in_hbm)
+  root = next(one for one in fused.values() if one.is_root)
+  results = [fused[name] for name in root.operands] if root.opcode == 'tuple' else [root]
+  return sum(_stored(program, fused, result)
+             for shape, result in zip(instruction.shapes, results, strict=False) if shape.in_hbm)
+
+
+def _stored(program: Program, fused: Computation, result: Instruction) -> int:
+  """The bytes of a fusion's result; of one that is updated in place the update."""
+  while result.opcode == 'bitcast':
+    result = fused[result.operands[0]]
+  if result.opcode == 'dynamic-update-slice':
+    return _operand(fused, result.operands[1]).nbytes
+  inner = program.computations.get(result.attribute('calls') or '')
+  if inner and len(result.shapes) == 1:
+    return _stored(program, inner, next(one for one in inner.values() if one.is_root))
+  return result.shapes[0].nbytes if result.shapes else 0
+
+
+def _read(program: Program, computation: Computation, user: Instruction, number: int) -> int:
+  """What `user` reads of its operand: of one that it only slices, the slices."""
+  whole = _operand(computation, user.operands[number]).nbytes
+  if user.opcode in ('dynamic-slice', 'gather') and number == 0:
+    return min(whole, user.shapes[0].nbytes)
+  if user.opcode == 'dynamic-update-slice':
+    return (0, 2 * whole)[number] if number < 2 else whole
+  fused = program.computations.get(user.attribute('calls') or '')
+  if not fused:
+    return whole
+  inside = next((one for one in fused.values()
                  if one.opcode == 'parameter' and one.arguments == str(number)), None)
-  users = [one for one in fused.values() if inside in one.operands]
-  if users and all(one.opcode in ('dynamic-slice', 'gather', 'dynamic-update-slice')
-                   and one.operands[0] == inside for one in users):
-    return min(nbytes, sum(one.shapes[0].nbytes for one in users
-                           if one.opcode != 'dynamic-update-slice'))
-  return nbytes
+  return min(whole, sum(_uses(program, fused, inside))) if inside else whole
+
+
+def _uses(program: Program, fused: Computation, value: Instruction) -> Iterator[int]:
+  for user in fused.values():
+    for number, name in enumerate(user.operands):
+      if name != value.name:
+        continue
+      if user.opcode == 'bitcast':
+        yield from _uses(program, fused, user)
+      elif user.opcode == 'dynamic-update-slice':
+        yield 0 if number == 0 else value.shapes[0].nbytes
+      else:
+        yield _read(program, fused, user, number)
