@@ -21,13 +21,12 @@ from etils import epath
 from flax import nnx
 from jaxtyping import Float32
 
-from bertjax import checkpoint, heads, sharding, state, warm_start
+from bertjax import best, checkpoint, heads, sharding, state, warm_start
 from bertjax.data import custom, squad, squad_windows, swag, tagging
 from bertjax.data import rows as rows_lib
 from bertjax.data import tokenizer as tokenizer_lib
 from bertjax.data.examples import Examples
 from bertjax.evals import predictions, squad_answers
-from bertjax.finetune import best
 from bertjax.model import BertConfig
 
 

@@ -168,6 +168,8 @@ def save_params(workdir: epath.PathLike, step: int, params: Any, metadata: dict[
   """
   root = step_folder.absolute(workdir) / step_folder.FOLDER
   folder = root / str(step)
+  if jax.process_index() == 0:
+    _remove_temporary(root)  # of a save that a kill cut short
   text = json.dumps({'step': step, 'position': {}, 'version': bertjax.__version__, **metadata},
                     indent=2, ensure_ascii=False)
   ours = _Sidecar({'metadata.json': text.encode(), **_tokenizer_files(tokenizer)})

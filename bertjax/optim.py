@@ -21,6 +21,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
+from bertjax.config import ConfigError
+
 _STACKED = 'encoder/layers/'  # parameters of the layers, stacked on a leading axis
 
 
@@ -195,14 +197,14 @@ def decay_mask(params: PyTree, exclude: tuple[str, ...]) -> PyTree[bool]:
   """True for the parameters that decay: those whose path none of the patterns is found in.
 
   Raises:
-    ValueError: a pattern that matches no parameter, which is how a list written for another
+    ConfigError: a pattern that matches no parameter, which is how a list written for another
       framework's names silently lets the norm scales decay.
   """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
   paths = [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves]
   for pattern in exclude:
     if not any(re.search(pattern, path) for path in paths):
-      raise ValueError(
+      raise ConfigError(
           f'decay_exclude: the pattern {pattern!r} matches none of the {len(paths)} parameters, '
           f'which are named like {paths[0]!r}; mend the pattern or take it out'
       )

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from bertjax import checkpoint, step_folder
-from bertjax.finetune import best
+from bertjax import best, checkpoint, step_folder
 
 METADATA = {'config': {'model': {}}, 'head': {'kind': 'classification', 'labels': ['no', 'yes']}}
 

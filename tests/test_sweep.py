@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from etils import epath
 
+from bertjax import best
 from bertjax.config import ConfigError
 from bertjax.data.examples import Examples
-from bertjax.finetune import best, sweep
+from bertjax.finetune import sweep
 from bertjax.finetune.job import Origin
 from bertjax.finetune.settings import Settings
 from bertjax.finetune.task import Task

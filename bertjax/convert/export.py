@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from bertjax import checkpoint, step_folder
+from bertjax import best, checkpoint, step_folder
 from bertjax.convert import google_tf, hugging_face, names
 from bertjax.convert.import_checkpoint import DTYPES
 from bertjax.convert.names import ConversionError
@@ -27,8 +27,6 @@ from bertjax.data import console
 from bertjax.data import tokenizer as tokenizer_lib
 from bertjax.model import BertConfig
 from bertjax.step_folder import CheckpointError
-
-_BEST = 'best'  # a fine-tuning run keeps its best model here, as a workdir of its own
 
 
 def export(
@@ -53,10 +51,8 @@ def export(
     CheckpointError: no such checkpoint.
     ConversionError: the other side has no such model, or there is something in `output`.
   """
-  best = step_folder.absolute(path) / _BEST
-  if step is None and (best / step_folder.FOLDER).is_dir():
-    path = best
-  folder = step_folder.find(path, step)
+  found = best.find(path) if step is None else None
+  folder = step_folder.find(found or path, step)
   metadata = step_folder.read_metadata(folder)
   config = BertConfig(**metadata['config']['model'])
   head = metadata.get('head') or {'kind': 'pretraining', 'labels': []}
@@ -73,7 +69,7 @@ def export(
     else:
       raise ConversionError(f'--dtype {dtype}: Google\'s code reads float32 only')
     _copy_tokenizer(tokenizer_folder, scratch, config)
-  chosen = f' (the best of {best.parent})' if path == best else ''
+  chosen = f' (the best of {path})' if found else ''
   return '\n'.join([f'{folder}{chosen} exported to {output}', *(f'  {note}' for note in notes)])
 
 

@@ -15,6 +15,7 @@ from etils import epath
 
 from bertjax import (
   attention,
+  best,
   checkpoint,
   heads,
   metrics,
@@ -30,7 +31,6 @@ from bertjax.data import examples as examples_lib
 from bertjax.data import tokenizer as tokenizer_lib
 from bertjax.data.encoding import Tokenizer
 from bertjax.evals import predictions
-from bertjax.finetune import best
 from bertjax.finetune import settings as settings_lib
 from bertjax.finetune.settings import Settings
 from bertjax.finetune.task import Split, Task
@@ -111,7 +111,7 @@ def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
   evaluate_every = settings.evaluate.every or stream.steps_per_epoch
   resolved = settings_lib.to_json(settings) | {'model': model.to_store(bert)}
   metadata = {
-      'config': resolved, 'data_hash': _content_hash(task.train),
+      'config': resolved, 'data_hash': _content_hash(task),
       'tokenizer_hash': origin.tokenizer.hash(),
       'head': {'kind': task.kind, 'labels': list(task.labels), 'task': task.name,
                'config': dataclasses.asdict(head)} | task.facts}
@@ -162,15 +162,16 @@ def _check_batch(settings: Settings, mesh: jax.sharding.Mesh) -> None:
                       f'accumulate = {ways}; try {near}')
 
 
-def _content_hash(examples: examples_lib.Examples) -> str:
-  """Of all that the model sees in training."""
+def _content_hash(task: Task) -> str:
+  """Of all that the model is trained on and judged by."""
   digest = hashlib.sha256()
-  for name, arrays in sorted(examples.tokens.items()):
-    digest.update(f'{name} {len(arrays)}\n'.encode())
-    for array in arrays:
-      digest.update(np.int64(array.shape[-1]).tobytes() + array.tobytes())
-  for name, values in sorted(examples.values.items()):
-    digest.update(f'{name} {values.shape} {values.dtype}\n'.encode() + values.tobytes())
+  for examples in (task.train, *(split.examples for split in task.splits)):
+    for name, arrays in sorted(examples.tokens.items()):
+      digest.update(f'{name} {len(arrays)}\n'.encode())
+      for array in arrays:
+        digest.update(np.int64(array.shape[-1]).tobytes() + array.tobytes())
+    for name, values in sorted(examples.values.items()):
+      digest.update(f'{name} {values.shape} {values.dtype}\n'.encode() + values.tobytes())
   return digest.hexdigest()
 
 

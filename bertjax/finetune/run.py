@@ -11,11 +11,11 @@ import jax
 from absl import logging
 from etils import epath
 
-from bertjax import checkpoint, heads, sharding, state
+from bertjax import best, checkpoint, heads, sharding, state
 from bertjax.config import ConfigError
 from bertjax.data.encoding import write_files
 from bertjax.evals import predictions
-from bertjax.finetune import best, sweep
+from bertjax.finetune import sweep
 from bertjax.finetune.job import Origin, bert_config, open_origin, predictors, same_head
 from bertjax.finetune.settings import Settings
 from bertjax.finetune.task import Split, Task

@@ -154,6 +154,9 @@ def from_config(
     if any(type(value) not in types for value in values.get(name, ())):
       raise ConfigError(f'{name} is {values[name]}; {types[-1].__name__} is needed for each')
   settings = config_lib.build(Settings, values, '')
+  for name in ('warmup_steps', 'num_steps'):
+    if name in settings.optimizer:
+      raise ConfigError(f'optimizer.{name} follows from num_epochs and warmup_share; set these')
   settings.optimizer_settings(1)
   return settings
 

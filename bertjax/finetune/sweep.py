@@ -14,10 +14,10 @@ import jax
 from absl import logging
 from etils import epath
 
-from bertjax import train
+from bertjax import best, train
+from bertjax.alarms import NonFiniteError
 from bertjax.config import ConfigError
 from bertjax.data.encoding import write_files
-from bertjax.finetune import best
 from bertjax.finetune.job import Origin, job
 from bertjax.finetune.settings import Settings
 from bertjax.finetune.task import Task
@@ -42,7 +42,13 @@ def run(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
   results = []
   for name, own in runs(settings):
     folder = workdir / name if name else workdir
-    code = train.train(job(own, folder, origin, task), folder)
+    try:
+      code = train.train(job(own, folder, origin, task), folder)
+    except NonFiniteError as error:
+      if not name:
+        raise
+      logging.error('%s: %s', folder, error)  # a failed run; the others go on
+      code = 0
     if code:
       return code
     results.append(_result(own, folder, task))
