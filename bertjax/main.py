@@ -3,7 +3,8 @@
   python -m bertjax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
 Running the same command on the same workdir resumes. Exit codes: 0 training is complete; 143
-stopped by a signal after a save, restart me; 1 an error, in words; 2 input that cannot be used.
+stopped by a signal after a save, restart me; 75 another process is gone, restart all; 1 an error,
+in words; 2 input that cannot be used.
 """
 
 from bertjax import command
