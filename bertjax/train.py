@@ -160,6 +160,8 @@ def _compile(
     run: Run, stage: Stage, like: state.TrainState, optimizer, shapes: tuple[Shapes, ...]
 ) -> dict[tuple[int, ...], Callable]:
   """The compiled step for each shape of input_ids."""
+  _log('Compiling the step for batches of '
+       + ', '.join(' x '.join(map(str, batch['input_ids'][0])) for batch in shapes))
   train_step = step_lib.jit_train_step(
       step_lib.TrainStep(run.graphdef, stage.objective, optimizer, stage.optimizer, run.job.seed,
                          stage.accumulate), like)

@@ -58,6 +58,10 @@ class GlueData:
   max_train_rows: int = 0
   strict: bool = False
 
+  def __post_init__(self):
+    if len(self.labels) == 1 and ',' in self.labels[0]:  # how --config.data.labels=a,b arrives
+      object.__setattr__(self, 'labels', tuple(self.labels[0].split(',')))
+
 
 def load(settings: Settings, origin: Origin) -> Task:
   """The task with what its mode needs: train and dev, dev, or what is to be predicted."""

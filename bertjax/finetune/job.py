@@ -145,9 +145,7 @@ def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
       differences=lambda stored, step: settings_lib.differences(stored, resolved),
       describe=lambda: _describe(settings, origin, task, bert, head, stream, optimizer),
       judge=keeper.judge, is_over=keeper.is_over,
-      farewell=lambda workdir: [
-          f'  python -m bertjax.tools.plot {workdir}',
-          f'  python -m bertjax.convert.export --checkpoint {workdir} --to hf --output hf_dir/'])
+      farewell=_farewell)
 
 
 def _check_batch(settings: Settings, mesh: jax.sharding.Mesh) -> None:
@@ -191,6 +189,23 @@ def _initial(settings, origin: Origin, task: Task, build) -> tuple[state.Params,
   return params, warm_start.in_words(str(origin.path), origin.metadata['step'], new, unused)
 
 
+def _farewell(workdir: epath.Path) -> list[str]:
+  stored = best.read(workdir)
+  kept = [] if stored is None else [
+      f'  the best model, of step {stored["step"]}, is in {workdir / best.FOLDER}: '
+      f'{_rounded(stored["scores"])}']
+  return [
+      *kept,
+      f'  python -m bertjax.tools.plot {workdir}',
+      '  the same command with --config.mode=predict',
+      f'  python -m bertjax.convert.export --checkpoint {workdir} --to hf --output hf_dir/']
+
+
+def _rounded(scores: Scores) -> str:
+  return ', '.join(f'{name} {"undefined" if value is None else format(value, ".4f")}'
+                   for name, value in scores.items()) or 'none'
+
+
 def _describe(settings, origin, task, bert, head, stream, optimizer) -> list[str]:
   shapes = ', '.join(' x '.join(map(str, shape['input_ids'][0])) for shape in stream.shapes)
   splits = ', '.join(f'{split.name} {len(split.examples):,}' for split in task.splits) or 'none'
@@ -205,7 +220,7 @@ def _describe(settings, origin, task, bert, head, stream, optimizer) -> list[str
       f'{head.layers}',
       f'data        {len(task.train):,} training examples; evaluated on {splits}',
       f'shapes      {shapes}; {stream.statistics["padding"]:.1%} padding',
-      f'baseline    {task.baseline or "none"}',
+      f'baseline    {_rounded(task.baseline)}',
       f'steps       {optimizer.num_steps:,} = {settings.num_epochs} epochs of '
       f'{stream.steps_per_epoch:,}; rate {optimizer.learning_rate:g}, warm-up '
       f'{optimizer.warmup_steps:,}, layer decay {optimizer.layer_decay:g}, bias correction: '
