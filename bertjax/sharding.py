@@ -99,7 +99,9 @@ def constrain_rows(x: Shaped[Array, 'rows *rest']) -> Shaped[Array, 'rows *rest'
   return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS))
 
 
-def gather(x: Shaped[Array, '*shape'], path: str) -> Shaped[Array, '*shape']:
+def gather(
+    x: Shaped[Array, '*shape'] | Shaped[np.ndarray, '*shape'], path: str
+) -> Shaped[Array, '*shape'] | Shaped[np.ndarray, '*shape']:
   """A parameter as it is used: its fsdp shares brought together; its gradient is shared out again.
 
   Left alone, XLA moves the smaller thing per product and so the wrong one in all: it passes shares
