@@ -1,0 +1,125 @@
+"""Compiling for TPUs that are elsewhere: what is said, the search, and one real compilation."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from bertjax import settings as settings_lib
+from bertjax.tools import aot
+from configs import tiny
+
+CONFIG = '''
+from configs import tiny
+
+
+def get_config():
+  config = tiny.get_config()
+  config.model.attention_probs_dropout_prob = 0.0
+  config.model.dtype = 'bfloat16'
+  config.model.remat = 'dense_attention'
+  return config
+'''
+GIB = 2**30
+
+
+@pytest.fixture
+def config(tmp_path):
+  path = tmp_path / 'configs' / 'small_tpu.py'
+  path.parent.mkdir()
+  path.write_text(CONFIG, encoding='utf-8')
+  return str(path)
+
+
+def test_without_libtpu_it_says_how_to_install_it(monkeypatch, capsys, config):
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  assert aot.main(['--config', config, '--topology', 'v5e:2x2']) == 2
+  assert "pip install -e '.[tpu]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('message, nbytes', [
+    ('Ran out of memory on HBM, the total memory required for HLO temporaries (106.50G) exceeds '
+     'available HBM (15.75G).', round(106.5 * GIB)),
+    ('Ran out of memory in memory space hbm. Used 512.0M of 15.75G hbm.', 512 * 2**20),
+    ('something else', 0),
+])
+def test_what_a_step_needs_is_read_from_the_compilers_message(message, nbytes):
+  assert aot._needed(message) == nbytes
+
+
+PER_ROW = {'none': 1.3 * GIB, 'dense_attention': 0.3 * GIB, 'dense': 0.25 * GIB,
+           'full': 0.05 * GIB}
+
+
+@pytest.fixture
+def plan():
+  """Eight rows a chip of sixteen."""
+  values = tiny.get_config()
+  values.data.path = '.'
+  settings = settings_lib.from_config(values)
+  mesh = types.SimpleNamespace(shape={'data': 1, 'fsdp': 16, 'model': 1})
+  return aot.Plan(settings, settings.bert_config(200), mesh, 'v5e').with_rows(8)
+
+
+def test_the_search_finds_the_most_rows_of_every_policy_in_a_few_tries(monkeypatch, plan):
+  def compiled(plan, full_effort):
+    peak = 0.5 * GIB + plan.rows * PER_ROW[plan.bert.remat]
+    fits = peak <= 15.75 * GIB
+    return aot.Report(fits, plan.bert.remat, plan.rows, {'peak' if fits else 'needed': round(peak)})
+
+  monkeypatch.setattr(aot, 'compile_plan', compiled)
+  tries = []
+  found = {report.remat: report.rows for report in aot.search(plan, tell=tries.append)}
+  assert found['none'] == 11
+  for policy in ('dense_attention', 'dense', 'full'):
+    most = 15.25 * GIB / PER_ROW[policy]
+    assert most - max(1, most / 32) <= found[policy] <= most
+  assert len(tries) <= 24
+
+
+def test_a_policy_of_which_not_one_row_fits_is_left_out(monkeypatch, plan):
+  monkeypatch.setattr(aot, 'compile_plan', lambda plan, full_effort: aot.Report(
+      plan.bert.remat == 'full' and plan.rows < 3, plan.bert.remat, plan.rows, {'peak': GIB}))
+  assert [(report.remat, report.rows) for report in aot.search(plan)] == [('full', 2)]
+
+
+def compile_small(config, *arguments):
+  """The command as a user calls it, without what the suite does to XLA."""
+  environment = {name: value for name, value in os.environ.items()
+                 if name not in ('XLA_FLAGS', 'JAX_DISABLE_MOST_OPTIMIZATIONS')}
+  return subprocess.run(
+      [sys.executable, '-m', 'bertjax.tools.aot', '--config', config, '--topology', 'v5e:2x2',
+       *arguments], env=environment, capture_output=True, encoding='utf-8', check=False)
+
+
+@pytest.mark.slow
+def test_a_small_model_compiles_for_a_tpu_with_the_splash_kernel(config):
+  if importlib.util.find_spec('libtpu') is None:
+    pytest.skip("no libtpu: pip install -e '.[tpu]'")
+  done = compile_small(config, '--json', '--fsdp', '4')
+  assert done.returncode == 0, done.stderr
+  report = json.loads(done.stdout)
+  assert report['fits'] and report['rows'] == 8
+  assert report['rematerialised'] == 0
+  assert report['memory']['peak'] < GIB
+  assert report['model_flops'] < report['flops'] < 1.2 * report['model_flops']
+  assert report['repeated_share'] < 0.15
+  assert 'all-to-all' not in report['collectives']
+  layers = [collectives for trips, collectives in report['loops'] if trips == 2]
+  assert all(collectives.get('all-gather', 0) <= 6 for collectives in layers)
+
+
+def test_what_cannot_be_tried_is_told_in_a_line(monkeypatch, capsys, config):
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: True)
+  assert aot.main(['--config', config, '--topology', 'v9:2x2']) == 2
+  assert 'known are v4, v5e, v5p, v6e' in capsys.readouterr().err
+
+
+def test_a_report_knows_only_json_types():
+  report = aot.Report(True, 'none', 8.0, {'peak': 1}, {'all-reduce': (1, 2)}, ((2, {}),))
+  assert json.loads(json.dumps(dataclasses.asdict(report)))['loops'] == [[2, {}]]
