@@ -150,9 +150,11 @@ def _devices(topology: str) -> list:
 
   if topology.split(':')[0] not in _MEMORY:
     raise AotError(f'--topology {topology}: known are {", ".join(_MEMORY)}, e.g. v5e:4x4')
+  # Both cores of a v4 chip are one device, as on Cloud TPU; libtpu's default is a device for each.
+  options = {'chip_config_name': 'megacore'} if topology.startswith('v4:') else {}
   try:
     with _captured_stderr():
-      found = topologies.get_topology_desc(platform='tpu', topology_name=topology)
+      found = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
   except Exception as error:  # libtpu raises what it likes
     raise AotError(f'--topology {topology}: libtpu says: {str(error).splitlines()[0]}') from error
   return list(found.devices)
