@@ -8,7 +8,7 @@ from bertjax.data.build import BuildError
 from bertjax.data.corpus import CorpusError
 from bertjax.data.encoding import TokenizerError
 from bertjax.data.prepare import DataError
-from bertjax.data.rows import DataError as RowsError
+from bertjax.data.rows import RowsError
 from bertjax.data.sampling import SamplingError
 from bertjax.data.shards import ShardError
 from bertjax.data.squad import SquadError

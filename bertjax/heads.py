@@ -182,12 +182,8 @@ class BertForSequenceClassification(_FineTuned):
     return self.classifier(pooled).astype(jnp.float32)
 
 
-class BertForMultipleChoice(_FineTuned):
+class BertForMultipleChoice(BertForSequenceClassification):
   """A score for each of C continuations of a row; softmax is over them (paper, section 4.4)."""
-
-  def __init__(self, config: BertConfig, head: HeadConfig, rngs: nnx.Rngs):
-    super().__init__(config, head, rngs)
-    self.classifier = Dense(config, config.hidden_size, 1, rngs)
 
   def __call__(
       self,
@@ -202,10 +198,9 @@ class BertForMultipleChoice(_FineTuned):
       numbers = jnp.arange(choices, dtype=jnp.uint32)
       dropout_keys = fold(jnp.repeat(dropout_keys, choices), jnp.tile(numbers, rows))
     fold_rows = lambda x: sharding.constrain_rows(x.reshape(-1, length))
-    hidden = self._hidden(*map(fold_rows, (input_ids, token_type_ids, attention_mask)),
-                          dropout_keys)
-    pooled = self._dropped(self.bert.pool(hidden[:, 0]), dropout_keys)
-    return self.classifier(pooled).astype(jnp.float32).reshape(rows, choices)
+    scores = super().__call__(
+        *map(fold_rows, (input_ids, token_type_ids, attention_mask)), dropout_keys)
+    return scores.reshape(rows, choices)
 
 
 class BertForTokenClassification(_FineTuned):

@@ -76,6 +76,11 @@ PRETRAINING = Objective(_pretraining_terms, _pretraining_weights, _pretraining_c
 PACKED_PRETRAINING = Objective(_packed_terms, _pretraining_weights, _pretraining_counts)
 
 
+def pretraining(packed: bool) -> Objective:
+  """The objective of rows that hold one example or several."""
+  return PACKED_PRETRAINING if packed else PRETRAINING
+
+
 class FineTuning(NamedTuple):
   """A head's outputs, their loss and its weight, all of one batch.
 

@@ -28,7 +28,7 @@ from bertjax import config as config_lib
 from bertjax import settings as settings_lib
 from bertjax.alarms import Alarms
 from bertjax.config import ConfigError
-from bertjax.data import packing, prepare, pretrain, shards
+from bertjax.data import packing, pipeline, prepare, pretrain, shards
 from bertjax.data.encoding import Tokenizer
 from bertjax.data.sampling import SamplingError
 from bertjax.evals.pretraining import PretrainingEvaluator
@@ -125,7 +125,7 @@ class _Stream:
     self.shapes = (self._rows.batch_shapes(here.batch_size),)
 
   def batches(self, first: int, num_steps: int) -> Iterator[pretrain.Batch]:
-    return pretrain.batches(self._rows, self._batch_size, first, num_steps,
+    return pipeline.batches(self._rows, self._batch_size, first, num_steps,
                             jax.process_index(), jax.process_count())
 
 
@@ -136,7 +136,7 @@ def _stage(setup: _Setup, number: int) -> Stage:
   begins = max(i for i in range(number + 1) if settings.phases[i].learning_rate or i == 0)
   packed = phase.max_examples_per_row > 1
   return Stage(
-      objective=objectives.PACKED_PRETRAINING if packed else objectives.PRETRAINING,
+      objective=objectives.pretraining(packed),
       num_steps=phase.num_steps, batch_size=phase.batch_size, optimizer=optimizer,
       open=lambda: _Stream(setup, number), accumulate=phase.accumulate,
       warmup_end=settings.starts()[begins] + optimizer.warmup_steps,
@@ -180,7 +180,7 @@ def evaluator_on(
   # Filled up to what the devices divide; the fillers weigh nothing.
   ways = mesh.shape['data'] * mesh.shape['fsdp']
   rows = -(-batch_size // ways) * ways
-  batches = pretrain.heldout_batches(stream, rows, jax.process_index(), jax.process_count())
+  batches = pipeline.heldout_batches(stream, rows, jax.process_index(), jax.process_count())
   return PretrainingEvaluator(graphdef, batches, mesh, stream.num_examples)
 
 

@@ -143,10 +143,6 @@ class Settings:
       starts.append(starts[-1] + phase.num_steps)
     return tuple(starts)
 
-  def phase_at(self, step: int) -> int:
-    """The phase that takes `step`; the last one at the very end."""
-    return max(i for i, start in enumerate(self.starts()) if start <= step)
-
   def bert_config(self, vocab_size: int) -> BertConfig:
     """The model's sizes, with the tokenizer's vocabulary.
 

@@ -98,6 +98,16 @@ find_target() {
   fi
 }
 
+# Reads the options that both gpu_run.sh and tpu_run.sh have.
+parse_run() {
+  declare -gA OPTION=([name]='' [zone]='' [project]='' [module]=bertjax.main [cache]='')
+  declare -gA SWITCH=([dry-run]=no)
+  parse "$@"
+  require name zone
+  ((${#COMMAND[@]})) || die 2 'give the arguments of the training after --'
+  find_target
+}
+
 # --- What happens on the machines ----------------------------------------------------------------
 
 # pack FILE: the committed state of this checkout, as it is sent to the machines.

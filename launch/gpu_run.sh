@@ -15,12 +15,7 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-declare -A OPTION=([name]='' [zone]='' [project]='' [module]=bertjax.main [cache]='')
-declare -A SWITCH=([dry-run]=no)
-parse "$@"
-require name zone
-((${#COMMAND[@]})) || die 2 'give the arguments of the training after --'
-find_target
+parse_run "$@"
 
 on_host() {
   run gcloud compute ssh "${OPTION[name]}" "${TARGET[@]}" --quiet "--command=$1"

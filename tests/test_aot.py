@@ -11,6 +11,7 @@ import types
 import pytest
 
 from bertjax import settings as settings_lib
+from bertjax import sharding
 from bertjax.tools import aot
 from configs import tiny
 
@@ -86,6 +87,16 @@ def test_a_policy_of_which_not_one_row_fits_is_left_out(monkeypatch, plan):
   monkeypatch.setattr(aot, 'compile_plan', lambda plan, full_effort: aot.Report(
       plan.bert.remat == 'full' and plan.rows < 3, plan.bert.remat, plan.rows, {'peak': GIB}))
   assert [(report.remat, report.rows) for report in aot.search(plan)] == [('full', 2)]
+
+
+@pytest.mark.parametrize('most, fields', [(1, {'attention_mask'}), (4, {'segment_ids'})])
+def test_what_is_compiled_is_the_step_of_the_phase_packed_or_not(plan, most, fields):
+  phase = dataclasses.replace(plan.settings.phases[0], max_examples_per_row=most, batch_size=8)
+  mesh = sharding.make_mesh(sharding.MeshSettings())
+  lowered = aot._lower(dataclasses.replace(
+      plan, mesh=mesh, settings=dataclasses.replace(plan.settings, phases=(phase,))))
+  (_, batch), _ = lowered.args_info
+  assert fields <= set(batch) and ('segment_ids' in batch) == (most > 1)
 
 
 def compile_small(config, *arguments):

@@ -166,7 +166,7 @@ def test_b066_the_model_on_splash_has_the_gradients_of_xla(interpreted):
   expected = None
   for change in ({'attention': 'xla'}, {}, {'remat': 'dense_attention'}):
     changed = dataclasses.replace(config, **change)
-    graphdef, _ = state.split(lambda rngs: heads.BertForPreTraining(changed, rngs))  # noqa: B023
+    graphdef, _ = state.split(functools.partial(heads.BertForPreTraining, changed))
     found = gradients(graphdef, params)
     expected = found if expected is None else expected
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bertjax.data import custom, tokenizer
 from bertjax.data.custom import Task, find_labels, read
-from bertjax.data.rows import DataError, Rows
+from bertjax.data.rows import Rows, RowsError
 
 TSV = 'text\tlabel\nIt "rains.\twet\n"It shines.\tdry\nIt pours.\twet\n'
 
@@ -62,10 +62,10 @@ def test_csv_is_real_csv(tmp_path):
   rows = read(task, bad, 'train')
   assert rows.skipped == (6,)
   assert rows.ids == ['0', '1', '3']
-  with pytest.raises(DataError, match=r'bad\.csv, line 6: 1 columns instead of 2'):
+  with pytest.raises(RowsError, match=r'bad\.csv, line 6: 1 columns instead of 2'):
     read(task, bad, 'train', strict=True)
   open_quote = write(tmp_path / 'open.csv', text + '"never closed,x\n')
-  with pytest.raises(DataError, match=r'open\.csv, line 6: not CSV: .*twice'):
+  with pytest.raises(RowsError, match=r'open\.csv, line 6: not CSV: .*twice'):
     read(task, open_quote, 'train')
 
 
@@ -125,10 +125,10 @@ def test_b111_strings_that_are_no_numbers_are_refused(tmp_path):
   assert read(task, labels('4.750', 2, -1.5, '1e1'), 'train').labels.tolist() == [4.75, 2, -1.5, 10]
   assert read(task, labels('', None, 3), 'train').unlabelled == (1, 2)
   for bad in ('high', True, float('nan'), 'inf', '1_000', [4.0]):
-    with pytest.raises(DataError, match=r'x\.jsonl, line 2: label .* is not a number'):
+    with pytest.raises(RowsError, match=r'x\.jsonl, line 2: label .* is not a number'):
       read(task, labels(1, bad), 'train')
   # The other way round, a number with a fraction is no class.
-  with pytest.raises(DataError, match='label 0.5 is not a name'):
+  with pytest.raises(RowsError, match='label 0.5 is not a name'):
     find_labels(Task(), labels(0.5))
 
 
@@ -136,9 +136,9 @@ def test_b109_rows_without_labels_are_only_predicted(tmp_path):
   file = write(tmp_path / 'x.tsv', 'text\nfirst\nsecond\n')
   rows = read(Task(labels=('a', 'b')), file, 'test')
   assert rows.labels is None
-  with pytest.raises(DataError, match='only be predicted'):
+  with pytest.raises(RowsError, match='only be predicted'):
     rows.need_labels()
-  with pytest.raises(DataError, match='no row has a label'):
+  with pytest.raises(RowsError, match='no row has a label'):
     read(Task(labels=('a', 'b')), file, 'dev')
 
 
@@ -184,29 +184,29 @@ def test_texts_come_back_as_they_were_written(tmp_path, texts):
 ])  # fmt: skip
 def test_hostile_files_say_where(tmp_path, name, content, message):
   file = write(tmp_path / name, content)
-  with pytest.raises(DataError, match=rf'{name}.*{message}'):
+  with pytest.raises(RowsError, match=rf'{name}.*{message}'):
     read(Task(labels=('x', 'wet', 'dry')), file, 'train')
 
 
 def test_labels_that_cannot_be(tmp_path):
   file = write(tmp_path / 'x.tsv', 'text\tlabel\na\tx\nb\tx\n')
-  with pytest.raises(DataError, match='1 different labels'):
+  with pytest.raises(RowsError, match='1 different labels'):
     find_labels(Task(), file)
-  with pytest.raises(DataError, match="0 different labels in 'mood'"):
+  with pytest.raises(RowsError, match="0 different labels in 'mood'"):
     find_labels(Task(label='mood'), file)
-  with pytest.raises(DataError, match="unknown label 'x'; known: none yet"):
+  with pytest.raises(RowsError, match="unknown label 'x'; known: none yet"):
     read(Task(), file, 'train')
-  with pytest.raises(DataError, match='no such file'):
+  with pytest.raises(RowsError, match='no such file'):
     read(Task(), tmp_path / 'nowhere.tsv', 'train')
-  with pytest.raises(DataError, match='is there twice'):
+  with pytest.raises(RowsError, match='is there twice'):
     Task(labels=('a', 'a'))
-  with pytest.raises(DataError, match='none of classification'):
+  with pytest.raises(RowsError, match='none of classification'):
     Task('ranking')
-  with pytest.raises(DataError, match='separator is empty'):
+  with pytest.raises(RowsError, match='separator is empty'):
     Task('multi_label', separator='')
-  with pytest.raises(DataError, match="index 'n' is None"):
+  with pytest.raises(RowsError, match="index 'n' is None"):
     read(Task(index='n'), json_lines(tmp_path / 'y.jsonl', [{'text': 'a'}]), 'test')
-  with pytest.raises(DataError, match='neither a list nor a string'):
+  with pytest.raises(RowsError, match='neither a list nor a string'):
     find_labels(Task('multi_label'),
                 json_lines(tmp_path / 'z.jsonl', [{'text': 'a', 'label': 3}]))
 
@@ -269,14 +269,14 @@ def test_predictions_of_many_labels_and_of_numbers(tmp_path):
 
 def test_predictions_that_cannot_be_written(tmp_path):
   task, outputs = Task(labels=('a', 'b')), np.zeros((2, 2), np.float32)
-  with pytest.raises(DataError, match=r'written as \.jsonl or \.tsv'):
+  with pytest.raises(RowsError, match=r'written as \.jsonl or \.tsv'):
     custom.write_predictions(task, ROWS, outputs, tmp_path / 'p.xls')
-  with pytest.raises(DataError, match='2 rows with 2 outputs wanted'):
+  with pytest.raises(RowsError, match='2 rows with 2 outputs wanted'):
     custom.write_predictions(task, ROWS, outputs[:1], tmp_path / 'p.tsv')
   odd = Rows(['r\t1', 'r2'], ['a', 'b'], None, None, 'x.jsonl')
-  with pytest.raises(DataError, match='has a tab or a line break'):
+  with pytest.raises(RowsError, match='has a tab or a line break'):
     custom.write_predictions(task, odd, outputs, tmp_path / 'p.tsv')
-  with pytest.raises(DataError, match="label 'a,b' holds the separator"):
+  with pytest.raises(RowsError, match="label 'a,b' holds the separator"):
     custom.write_predictions(
         Task('multi_label', labels=('a,b', 'c')), ROWS, outputs, tmp_path / 'p.tsv')
   assert not [*tmp_path.iterdir()]

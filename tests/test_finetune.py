@@ -32,7 +32,10 @@ def log(caplog):
 @pytest.fixture(scope='module')
 def home(tmp_path_factory):
   """A checkpoint of an encoder, and data: a mark in the second sentence decides the label."""
-  folder = tmp_path_factory.mktemp('home')
+  return make_home(tmp_path_factory.mktemp('home'))
+
+
+def make_home(folder):
   small.make(folder / 'encoder')
   draw = random.Random(0)
   write_rte(folder / 'glue/RTE/train.tsv', draw, 160)

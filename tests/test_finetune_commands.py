@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import small_checkpoint as small
-from test_finetune import write_rte
+from test_finetune import make_home
 from test_train import ROOT
 from test_train import environment as plain_environment
 
@@ -36,12 +36,7 @@ EVALUATED = [*range(13, STEPS, 13), STEPS]
 
 @pytest.fixture(scope='module')
 def home(tmp_path_factory):
-  folder = tmp_path_factory.mktemp('home')
-  small.make(folder / 'encoder')
-  draw = random.Random(0)
-  write_rte(folder / 'glue/RTE/train.tsv', draw, 160)
-  write_rte(folder / 'glue/RTE/dev.tsv', draw, 61)
-  write_rte(folder / 'glue/RTE/test.tsv', draw, 13, labelled=False)
+  folder = make_home(tmp_path_factory.mktemp('home'))
   (folder / 'config.py').write_text(CONFIG, encoding='utf-8')
   return folder
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bertjax.data import glue, glue_tasks, tokenizer
 from bertjax.data import rows as rows_lib
-from bertjax.data.glue import DataError, read
+from bertjax.data.glue import RowsError, read
 
 RTE = 'index\tsentence1\tsentence2\tlabel\n0\tIt rains.\tIt is wet.\tentailment\n' \
       '1\tIt "rains.\tIt is dry.\tnot_entailment\n'
@@ -58,7 +58,7 @@ def test_every_split_in_its_official_layout(tmp_path, task):
       assert rows.labels.tolist() == [3.5 if spec.kind == 'regression' else 1]
     else:
       assert rows.labels is None
-      with pytest.raises(DataError, match='can only be predicted'):
+      with pytest.raises(RowsError, match='can only be predicted'):
         rows.need_labels()
     assert read(task, tmp_path / spec.folder.lower(), split).text_a == rows.text_a  # own folder
 
@@ -76,7 +76,7 @@ def test_the_table():
   assert glue.find_split('mnli', 'diagnostic.tsv') == 'diagnostic'
   # A dev file to predict is read as a test file: all its rows stay.
   assert glue.find_split('rte', 'dev.tsv') == glue.find_split('rte', 'my.tsv') == 'test'
-  with pytest.raises(DataError, match='no task'):
+  with pytest.raises(RowsError, match='no task'):
     glue.find_task('boolq')
 
 
@@ -98,7 +98,7 @@ def test_microsofts_files_of_mrpc(tmp_path):
   rows = read('mrpc', tmp_path, 'test')
   assert rows.labels.tolist() == [1, 1]
   assert rows.ids == ['0', '1']  # the leaderboard's index, not Microsoft's ids
-  with pytest.raises(DataError, match=r'no dev\.tsv of MRPC; there is msr_paraphrase_test'):
+  with pytest.raises(RowsError, match=r'no dev\.tsv of MRPC; there is msr_paraphrase_test'):
     read('mrpc', tmp_path, 'dev')
 
 
@@ -176,7 +176,7 @@ def test_b103_bad_lines_are_skipped_counted_and_named(reports, monkeypatch):
   assert rows.ids == ['0', '1', '3']
   assert rows.text_b == ['How is a lantern lit?', '"', 'Is copper cheap?']
   assert said[0].endswith('train.tsv: 3 rows; 2 bad lines skipped: lines 4, 5')
-  with pytest.raises(DataError, match=r'train\.tsv, line 4: 4 columns instead of 6'):
+  with pytest.raises(RowsError, match=r'train\.tsv, line 4: 4 columns instead of 6'):
     read('qqp', folder, 'train', strict=True)
 
 
@@ -185,7 +185,7 @@ def test_b103_without_reference_data(tmp_path):
   rows = read('rte', write(tmp_path / 'x.tsv', bad), 'dev')
   assert rows.skipped == (4,)
   assert rows.ids == ['0', '1', '3']
-  with pytest.raises(DataError, match=r'x\.tsv, line 4: 1 columns instead of 4'):
+  with pytest.raises(RowsError, match=r'x\.tsv, line 4: 1 columns instead of 4'):
     read('rte', str(tmp_path / 'x.tsv'), 'dev', strict=True)
 
 
@@ -207,7 +207,7 @@ def test_b104_the_content_decides(tmp_path):
     assert rows.text_a == ['It rains.', 'Rains it.']
     assert rows.ids == ['0', '1']
   # The others have a header, and a file without one is not read shifted.
-  with pytest.raises(DataError, match=r'line 1: wrong columns.*RTE has a header index, sentence1'):
+  with pytest.raises(RowsError, match=r'line 1: wrong columns.*RTE has a header index, sentence1'):
     read('rte', write(tmp_path / 'c.tsv', RTE.partition('\n')[2]), 'train')
 
 
@@ -227,7 +227,7 @@ def test_b106_without_reference_data(tmp_path):
   assert rows.labels.dtype == np.float32
   assert rows.labels.tolist() == [4.75, 2.0]
   for bad in ('nan', '5.5', '1_0', 'high', '-2'):
-    with pytest.raises(DataError, match=r'x\.tsv, line 2: .* is no score from 0 to 5'):
+    with pytest.raises(RowsError, match=r'x\.tsv, line 2: .* is no score from 0 to 5'):
       read('stsb', write(tmp_path / 'x.tsv', text.replace('4.75', bad)), 'train')
 
 
@@ -252,7 +252,7 @@ def test_b107_unknown_names_stop():
   assert rows_lib.label_order(['a', 'A'], ['A', 'a']).tolist() == [1, 0]
   for stored in (['LABEL_0', 'LABEL_1', 'LABEL_2'], wanted[:2], [*wanted, 'other'],
                  ['neutral', 'neutral', 'entailment']):
-    with pytest.raises(DataError, match='id2label'):
+    with pytest.raises(RowsError, match='id2label'):
       rows_lib.label_order(stored, wanted)
 
 
@@ -265,9 +265,9 @@ def test_b109_rows_without_labels_are_only_predicted(reports):
   for task in ('cola', 'sst2'):
     rows = read(task, folder, 'test')
     assert rows.labels is None
-    with pytest.raises(DataError, match='can only be predicted, not trained on or scored'):
+    with pytest.raises(RowsError, match='can only be predicted, not trained on or scored'):
       rows.need_labels()
-  with pytest.raises(DataError, match="no column 'label', so these rows can only be predicted"):
+  with pytest.raises(RowsError, match="no column 'label', so these rows can only be predicted"):
     read('sst2', folder / 'SST-2' / 'test.tsv', 'dev')
 
 
@@ -278,7 +278,7 @@ def test_b109_without_reference_data(tmp_path):
   assert (len(dev), dev.unlabelled, dev.labels.tolist()) == (2, (4, 5), [0, 1])
   assert (len(test), test.unlabelled, test.labels) == (4, (), None)
   assert read('rte', write(tmp_path / 'y.tsv', RTE), 'test').labels.tolist() == [0, 1]
-  with pytest.raises(DataError, match='no row has a label'):
+  with pytest.raises(RowsError, match='no row has a label'):
     read('rte', write(tmp_path / 'z.tsv', RTE.replace('not_entailment', '-1')
                       .replace('entailment', '-1')), 'train')
 
@@ -301,26 +301,26 @@ def test_b109_without_reference_data(tmp_path):
 ])  # fmt: skip
 def test_hostile_files_say_where(tmp_path, content, message):
   file = write(tmp_path / 'bad.tsv', content)
-  with pytest.raises(DataError, match=rf'bad\.tsv.*{message}'):
+  with pytest.raises(RowsError, match=rf'bad\.tsv.*{message}'):
     read('rte', file, 'train')
 
 
 def test_missing_files_say_what_is_there(tmp_path):
-  with pytest.raises(DataError, match='no such file or folder'):
+  with pytest.raises(RowsError, match='no such file or folder'):
     read('rte', tmp_path / 'nowhere', 'train')
   write(tmp_path / 'RTE' / 'dev.tsv', RTE)
-  with pytest.raises(DataError, match=r'no train\.tsv of RTE; there is dev\.tsv'):
+  with pytest.raises(RowsError, match=r'no train\.tsv of RTE; there is dev\.tsv'):
     read('rte', tmp_path, 'train')
-  with pytest.raises(DataError, match='MNLI has no split'):
+  with pytest.raises(RowsError, match='MNLI has no split'):
     read('mnli', tmp_path, 'dev')
   (tmp_path / 'empty').mkdir()
-  with pytest.raises(DataError, match='there is nothing'):
+  with pytest.raises(RowsError, match='there is nothing'):
     read('rte', tmp_path / 'empty', 'train')
 
 
 def test_many_bad_lines_do_not_fill_the_screen(tmp_path):
   file = write(tmp_path / 'x.tsv', RTE.partition('\n')[0] + '\n' + 'bad\n' * 100)
-  with pytest.raises(DataError, match=r'19, 20, 21, \.\.\.; check'):
+  with pytest.raises(RowsError, match=r'19, 20, 21, \.\.\.; check'):
     read('rte', file, 'train')
 
 
@@ -379,7 +379,7 @@ def test_b107_tfds_labels_go_by_name(fake_tfds):
   read('mnli', 'tfds:glue/mnli', 'diagnostic')
   assert fake_tfds[-1] == ('ax', 'test')
   assert read('stsb', 'tfds:glue/stsb', 'dev').labels.tolist() == [4.75, 3.25, 0.5]
-  with pytest.raises(DataError, match='give tfds:glue/rte'):
+  with pytest.raises(RowsError, match='give tfds:glue/rte'):
     read('rte', 'tfds:glue/mnli', 'train')
 
 
@@ -393,7 +393,7 @@ def test_tfds_names_are_the_tables():
 
 
 def test_b107_an_unknown_name_in_tfds_stops():
-  with pytest.raises(DataError, match="unknown label 'maybe'"):
+  with pytest.raises(RowsError, match="unknown label 'maybe'"):
     glue._tfds_label(glue.find_task('rte'), 1, ['entailment', 'maybe'], 'tfds:glue/rte')
 
 
@@ -404,7 +404,7 @@ def test_tfds_that_cannot_be_had(monkeypatch):
     raise RuntimeError(f'no network for {name}\nsecond line')
 
   monkeypatch.setattr(tfds, 'builder', refuse)
-  with pytest.raises(DataError, match=r'cannot give it: no network for glue/rte:2\.0\.0; give'):
+  with pytest.raises(RowsError, match=r'cannot give it: no network for glue/rte:2\.0\.0; give'):
     read('rte', 'tfds:glue/rte:2.0.0', 'train')
 
 
@@ -445,7 +445,7 @@ def test_encode(tmp_path, monkeypatch):
       f'{rows.source}: 0 of 2 rows cut to 64 tokens',
       f'{rows.source}: {ends} of 2 rows cut to {longest - 1} tokens']
   assert glue.encode(rows, tok, 5).lengths.tolist() == [5, 5]
-  with pytest.raises(DataError, match='max_length 4 leaves no room'):
+  with pytest.raises(RowsError, match='max_length 4 leaves no room'):
     glue.encode(rows, tok, 4)
 
 
@@ -487,9 +487,9 @@ def test_submissions(tmp_path):
 
 def test_submissions_of_wrong_outputs_are_refused(tmp_path):
   rows = rows_lib.Rows(['0', '1'], ['a'] * 2, ['b'] * 2, None, 'test.tsv')
-  with pytest.raises(DataError, match='2 rows with 2 outputs wanted'):
+  with pytest.raises(RowsError, match='2 rows with 2 outputs wanted'):
     glue.write_submission('rte', 'test', rows, np.eye(2)[[0]], tmp_path / 'new')
-  with pytest.raises(DataError, match='row 1: the prediction is not finite'):
+  with pytest.raises(RowsError, match='row 1: the prediction is not finite'):
     glue.write_submission('rte', 'test', rows, np.array([[0, 1], [np.nan, 1]]), tmp_path / 'new')
   assert not (tmp_path / 'new').exists()
 

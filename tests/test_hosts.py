@@ -19,7 +19,7 @@ import pytest
 import small_corpora
 
 from bertjax import checkpoint, hosts, roll_call, step_folder
-from bertjax.data import pretrain, shards
+from bertjax.data import pipeline, pretrain, shards
 from bertjax.data.examples import EpochBatches, Examples
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -243,7 +243,7 @@ def test_b080_b082_few_or_uneven_shards_give_each_example_to_one_process(count, 
       split, small_corpora.TinyVocabulary(),
       pretrain.PretrainSettings(seq_length=32, next_sentence='none'), **more)
   stream = of(heldout=True)
-  both = [list(pretrain.heldout_batches(stream, 4, number, 2)) for number in range(2)]
+  both = [list(pipeline.heldout_batches(stream, 4, number, 2)) for number in range(2)]
   assert len(both[0]) == len(both[1]) == -(-stream.num_examples // 4)
   rows = [row.tobytes() for share in both for batch in share for row in
           small_corpora.originals(batch) if (row != 1).any()]
@@ -251,7 +251,7 @@ def test_b080_b082_few_or_uneven_shards_give_each_example_to_one_process(count, 
   assert sorted(rows) == sorted(row.tobytes() for row in everything)
   # Training: the same number of steps for both, whatever there is to read.
   for number in range(2):
-    assert len(list(pretrain.batches(of(), 4, 0, 11, number, 2))) == 11
+    assert len(list(pipeline.batches(of(), 4, 0, 11, number, 2))) == 11
 
 
 def test_b081_all_processes_take_the_same_length_at_each_step():

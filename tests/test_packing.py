@@ -10,7 +10,7 @@ from small_corpora import TinyVocabulary, random_documents
 from test_pretrain import same, stream_of
 
 from bertjax import heads, losses, objectives, state
-from bertjax.data import packing, pretrain
+from bertjax.data import packing, pipeline
 from bertjax.model import BertConfig
 
 DOCUMENTS = random_documents(3, 60)
@@ -121,12 +121,12 @@ def test_rows_do_not_depend_on_what_was_asked_before():
 
 def test_hosts_read_disjoint_rows_that_make_up_the_batch():
   packed = packed_of()
-  whole = list(pretrain.batches(packed, 8, 3, 2))
-  shares = [list(pretrain.batches(packed, 8, 3, 2, i, 2)) for i in range(2)]
+  whole = list(pipeline.batches(packed, 8, 3, 2))
+  shares = [list(pipeline.batches(packed, 8, 3, 2, i, 2)) for i in range(2)]
   for step in range(2):
     same(whole[step], {name: np.concatenate([shares[0][step][name], shares[1][step][name]])
                        for name in whole[step]})
-  same(whole[1], next(pretrain.batches(packed, 8, 4, 1)))  # a resume is a seek
+  same(whole[1], next(pipeline.batches(packed, 8, 4, 1)))  # a resume is a seek
 
 
 def test_what_a_block_has_no_rows_for_goes_into_the_next():
@@ -150,6 +150,13 @@ def test_lengths_are_those_of_the_examples():
   numbers = np.array([0, 99, 5, 1234])
   np.testing.assert_array_equal(
       stream.lengths(numbers), stream.batch(numbers)['attention_mask'].sum(1))
+
+
+def test_batches_have_the_shapes_that_are_compiled_for():
+  packed = packed_of()
+  shapes = packing.batch_shapes(packed.examples.settings, packed.max_examples, 3)
+  batch = packed.batch(np.arange(3))
+  assert {name: (array.shape, array.dtype.type) for name, array in batch.items()} == shapes
 
 
 def test_impossible_settings_are_refused():

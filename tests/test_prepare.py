@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from bertjax.data import build, corpus, encoding, mixture, prepare, pretrain, shards
+from bertjax.data import build, corpus, encoding, mixture, pipeline, prepare, pretrain, shards
 from bertjax.data import tokenizer as tokenizer_lib
 
 LOW = ['river', 'mill', 'boat', 'fog', 'bell', 'tower']
@@ -65,7 +65,7 @@ def test_two_folders_are_mixed_by_weights(folders):
   assert (is_high > is_low).mean() == pytest.approx(0.75, abs=0.02)
   heldout = pretrain.ExampleStream(
       corpora.heldout, tokenizer, stream.settings, heldout=True)
-  rows = np.concatenate([b['input_ids'] for b in pretrain.heldout_batches(heldout, 16)])
+  rows = np.concatenate([b['input_ids'] for b in pipeline.heldout_batches(heldout, 16)])
   assert np.isin(rows, low).any() and np.isin(rows, high).any()
 
 

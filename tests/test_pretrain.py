@@ -20,7 +20,7 @@ from small_corpora import (
     read_documents,
 )
 
-from bertjax.data import pretrain, sampling, shards, tokenizer
+from bertjax.data import pipeline, pretrain, sampling, shards, tokenizer
 
 VOCABULARY = TinyVocabulary()
 DOCUMENTS = random_documents(0, 40)
@@ -159,15 +159,15 @@ def test_every_setting_and_seed_matters():
 
 @pytest.mark.parametrize('count', [1, 2, 4, 8])
 def test_any_number_of_processes_makes_the_same_global_batches(count):
-  whole = list(pretrain.batches(stream_of(), 16, 3, 4))
-  shares = [list(pretrain.batches(stream_of(), 16, 3, 4, i, count)) for i in range(count)]
+  whole = list(pipeline.batches(stream_of(), 16, 3, 4))
+  shares = [list(pipeline.batches(stream_of(), 16, 3, 4, i, count)) for i in range(count)]
   for step in range(4):
     same(whole[step], joined(share[step] for share in shares))
 
 
 def test_b075_resuming_is_a_seek_with_the_same_examples_and_masks():
-  straight = list(pretrain.batches(stream_of(), 8, 0, 20))
-  resumed = [*pretrain.batches(stream_of(), 8, 0, 7), *pretrain.batches(stream_of(), 8, 7, 13)]
+  straight = list(pipeline.batches(stream_of(), 8, 0, 20))
+  resumed = [*pipeline.batches(stream_of(), 8, 0, 7), *pipeline.batches(stream_of(), 8, 7, 13)]
   assert len(straight) == len(resumed) == 20
   for one, other in zip(straight, resumed, strict=True):
     same(one, other)
@@ -182,8 +182,8 @@ def test_b075_pairs_corpus(bugs):
   tok = tokenizer.load(bugs / 'vocab_tiny.txt', lowercase=False)
   documents = read_documents(bugs / 'corpus_pairs.txt', tok)
   make = lambda: stream_of(documents, tok, seq_length=128)
-  straight = list(pretrain.batches(make(), 2, 0, 20))
-  resumed = [*pretrain.batches(make(), 2, 0, 7), *pretrain.batches(make(), 2, 7, 13)]
+  straight = list(pipeline.batches(make(), 2, 0, 20))
+  resumed = [*pipeline.batches(make(), 2, 0, 7), *pipeline.batches(make(), 2, 7, 13)]
   for one, other in zip(straight, resumed, strict=True):
     same(one, other)
 
@@ -216,7 +216,7 @@ def test_each_epoch_has_new_masks_for_the_same_text():
 
 def test_batches_have_static_shapes_and_the_right_examples():
   stream = stream_of()
-  got = list(pretrain.batches(stream, 12, 5, 3))
+  got = list(pipeline.batches(stream, 12, 5, 3))
   assert len(got) == 3
   for step, batch in zip(range(5, 8), got, strict=True):
     same(batch, stream.batch(np.arange(step * 12, step * 12 + 12)))
@@ -224,7 +224,7 @@ def test_batches_have_static_shapes_and_the_right_examples():
 
 def test_batch_size_must_divide():
   with pytest.raises(ValueError, match='not divisible by the 8 processes; try 104'):
-    pretrain.batches(stream_of(), 100, 0, 1, 0, 8)
+    pipeline.batches(stream_of(), 100, 0, 1, 0, 8)
 
 
 @pytest.mark.slow
@@ -235,11 +235,11 @@ def test_a_process_that_leaves_its_pipeline_running_exits(tmp_path):
       'import sys; sys.path.insert(0, sys.argv[1])\n'
       'import numpy as np\n'
       'from small_corpora import TinyVocabulary, make_split, random_documents\n'
-      'from bertjax.data import pretrain\n'
+      'from bertjax.data import pipeline, pretrain\n'
       'stream = pretrain.ExampleStream(make_split(random_documents(0, 300)), TinyVocabulary(),\n'
       '                                pretrain.PretrainSettings())\n'
-      'it = pretrain.batches(stream, 512, 0, 10**9)\n'
-      'other = pretrain.batches(stream, 512, 0, 10**9)\n'
+      'it = pipeline.batches(stream, 512, 0, 10**9)\n'
+      'other = pipeline.batches(stream, 512, 0, 10**9)\n'
       'print(len(next(it)), len(next(other)))\n', encoding='utf-8')
   here = str(pathlib.Path(__file__).parent)
   done = subprocess.run([sys.executable, str(program), here], capture_output=True, timeout=120)
@@ -253,7 +253,7 @@ def test_a_process_that_leaves_its_pipeline_running_exits(tmp_path):
 def test_b132_every_heldout_example_counts_once(batch_size):
   stream = stream_of(heldout=True, max_examples=13)
   assert stream.num_examples == 13
-  rows = joined(pretrain.heldout_batches(stream, batch_size))
+  rows = joined(pipeline.heldout_batches(stream, batch_size))
   assert len(rows['input_ids']) % batch_size == 0
   same({name: v[:13] for name, v in rows.items()}, stream.batch(np.arange(13)))
   filler = {name: v[13:] for name, v in rows.items()}
@@ -263,10 +263,10 @@ def test_b132_every_heldout_example_counts_once(batch_size):
 
 
 def test_b132_processes_share_the_heldout_batches():
-  whole = list(pretrain.heldout_batches(stream_of(heldout=True, max_examples=13), 8))
+  whole = list(pipeline.heldout_batches(stream_of(heldout=True, max_examples=13), 8))
   for count in (2, 8):
     shares = [
-        list(pretrain.heldout_batches(stream_of(heldout=True, max_examples=13), 8, i, count))
+        list(pipeline.heldout_batches(stream_of(heldout=True, max_examples=13), 8, i, count))
         for i in range(count)
     ]
     assert {len(share) for share in shares} == {2}
@@ -275,7 +275,7 @@ def test_b132_processes_share_the_heldout_batches():
 
 
 def test_b133_one_example_is_one_batch():
-  (batch,) = pretrain.heldout_batches(stream_of(heldout=True, max_examples=1), 8)
+  (batch,) = pipeline.heldout_batches(stream_of(heldout=True, max_examples=1), 8)
   assert batch['input_ids'].shape == (8, 32) and batch['next_sentence_weights'].sum() == 1
 
 

@@ -45,7 +45,6 @@ def test_base_is_the_papers_recipe():
     assert not optimizer.bias_correction and not base.phases[phase].restart_moments
   assert [base.pretrain_settings(i).num_predictions for i in range(2)] == [20, 77]
   assert base.starts() == (0, 900_000)
-  assert [base.phase_at(step) for step in (0, 899_999, 900_000, 10**6)] == [0, 0, 1, 1]
 
 
 def test_a_phase_with_a_rate_begins_a_schedule():

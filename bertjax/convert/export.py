@@ -13,20 +13,17 @@ Exit code 2 with one message if the export stops; then nothing is written.
 import argparse
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 
 from etils import epath
 
 from bertjax import best, checkpoint, step_folder
-from bertjax.convert import google_tf, hugging_face, names
+from bertjax.convert import command, google_tf, hugging_face, names
 from bertjax.convert.import_checkpoint import DTYPES
 from bertjax.convert.names import ConversionError
-from bertjax.data import console
 from bertjax.data import tokenizer as tokenizer_lib
 from bertjax.model import BertConfig
-from bertjax.step_folder import CheckpointError
 
 
 def export(
@@ -126,19 +123,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
   """The command line; returns the exit code."""
   args = _parser().parse_args(arguments)
-  console.log_plainly()
-  # A conversion must not take a GPU or TPU away from a run.
-  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
-  try:
-    report = export(args.checkpoint, args.to, args.output, step=args.step, dtype=args.dtype,
-                    accept_gelu_mismatch=args.accept_gelu_mismatch,
-                    encoder_only=args.encoder_only)
-  except (ValueError, OSError, CheckpointError) as error:
-    print(f'export: {error}', file=sys.stderr)
-    return 2
-  print(report)
-  return 0
+  return command.run('export', lambda: export(
+      args.checkpoint, args.to, args.output, step=args.step, dtype=args.dtype,
+      accept_gelu_mismatch=args.accept_gelu_mismatch, encoder_only=args.encoder_only))
 
 
 if __name__ == '__main__':

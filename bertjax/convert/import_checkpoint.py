@@ -15,7 +15,6 @@ initialises them. Exit code 2 with one message if the import stops.
 
 import argparse
 import dataclasses
-import os
 import sys
 from typing import Any, NamedTuple
 
@@ -24,12 +23,10 @@ import numpy as np
 from etils import epath
 
 from bertjax import checkpoint, step_folder
-from bertjax.convert import google_tf, hugging_face, names, parameters, vocabulary
+from bertjax.convert import command, google_tf, hugging_face, names, parameters, vocabulary
 from bertjax.convert.names import ConversionError
 from bertjax.convert.parameters import Filled, Source, some
-from bertjax.data import console
 from bertjax.model import ACTIVATIONS
-from bertjax.step_folder import CheckpointError
 
 DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
 _HEADS = ('pooler', 'masked_lm', 'next_sentence')  # what training can initialise
@@ -178,19 +175,13 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
   """The command line; returns the exit code."""
   args = _parser().parse_args(arguments)
-  console.log_plainly()
-  # A conversion must not take a GPU or TPU away from a run.
-  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
-  try:
+
+  def convert() -> str:
     imported = load(args.origin, head=args.head, labels=args.labels, dtype=args.dtype,
                     hidden_act=args.hidden_act, vocab=args.vocab, lowercase=args.lowercase)
-    folder = save(imported, args.output)
-  except (ValueError, OSError, CheckpointError) as error:
-    print(f'import_checkpoint: {error}', file=sys.stderr)
-    return 2
-  print(f'{imported.report}\nwritten to {folder}')
-  return 0
+    return f'{imported.report}\nwritten to {save(imported, args.output)}'
+
+  return command.run('import_checkpoint', convert)
 
 
 if __name__ == '__main__':

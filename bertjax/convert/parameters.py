@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
+from flax import traverse_util
 
 from bertjax.convert import names
 from bertjax.convert.names import ConversionError, Variable
@@ -159,25 +160,13 @@ def resize_vocabulary(array: np.ndarray, variable: Variable, num_entries: int) -
 
 def nested(flat: dict[str, np.ndarray]) -> dict[str, Any]:
   """A nested dict from arrays by their path."""
-  tree: dict[str, Any] = {}
-  for path, array in flat.items():
-    *parents, leaf = path.split('/')
-    node = tree
-    for parent in parents:
-      node = node.setdefault(parent, {})
-    node[leaf] = array
-  return tree
+  return traverse_util.unflatten_dict(flat, sep='/')
 
 
-def flatten(params: dict[str, Any], prefix: str = '') -> Tensors:
+def flatten(params: dict[str, Any]) -> Tensors:
   """The arrays of a nested dict by their path."""
-  flat = {}
-  for key, value in params.items():
-    if isinstance(value, dict):
-      flat |= flatten(value, f'{prefix}{key}/')
-    else:
-      flat[prefix + key] = np.asarray(value)
-  return flat
+  return {path: np.asarray(array)
+          for path, array in traverse_util.flatten_dict(params, sep='/').items()}
 
 
 def groups_of(params: dict[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ from jaxtyping import Float, Float64, Shaped
 
 from bertjax.data import encoding
 from bertjax.data import rows as rows_lib
-from bertjax.data.rows import DataError, Row, Rows, encode
+from bertjax.data.rows import Row, Rows, RowsError, encode
 from bertjax.evals import scores as scores_lib
 
 __all__ = [
@@ -66,11 +66,11 @@ class Task:
 
   def __post_init__(self):
     if self.kind not in _METRICS:
-      raise DataError(f'kind {self.kind!r} is none of {", ".join(_METRICS)}')
+      raise RowsError(f'kind {self.kind!r} is none of {", ".join(_METRICS)}')
     if len(set(self.labels)) != len(self.labels):
-      raise DataError(f'labels {", ".join(self.labels)}: one is there twice')
+      raise RowsError(f'labels {", ".join(self.labels)}: one is there twice')
     if self.kind == 'multi_label' and not self.separator:
-      raise DataError("separator is empty; give what stands between two labels, e.g. ','")
+      raise RowsError("separator is empty; give what stands between two labels, e.g. ','")
 
   @property
   def num_outputs(self) -> int:
@@ -87,7 +87,7 @@ def find_labels(task: Task, path: epath.PathLike, strict: bool = False) -> Task:
   """The task with the label names of a training file, sorted; given names stay as they are.
 
   Raises:
-    DataError: as `read`; also fewer than two classes.
+    RowsError: as `read`; also fewer than two classes.
   """
   if task.kind == 'regression' or task.labels:
     return task
@@ -98,7 +98,7 @@ def find_labels(task: Task, path: epath.PathLike, strict: bool = False) -> Task:
   }
   fewest = 1 if task.kind == 'multi_label' else 2
   if len(names) < fewest:
-    raise DataError(
+    raise RowsError(
         f'{path}: {len(names)} different labels in {task.label!r}, {fewest} are the fewest; name'
         ' the right column, or give the labels'
     )
@@ -116,7 +116,7 @@ def read(task: Task, path: epath.PathLike, split: str, strict: bool = False) -> 
     strict: stop at a line of TSV or CSV with the wrong number of columns, instead of skipping it.
 
   Raises:
-    DataError: no such file, a binary or empty one, a missing column, a line that is not JSON, a
+    RowsError: no such file, a binary or empty one, a missing column, a line that is not JSON, a
       text that is no text, a label of another kind or of an unknown name.
   """
   skipped: list[int] = []
@@ -153,7 +153,7 @@ def _records(
   wanted = [name for name in (task.text_a, task.text_b, task.index) if name is not None]
   missing = [name for name in wanted if name not in columns]
   if missing:
-    raise DataError(
+    raise RowsError(
         f'{file}, line {first}: no column {", ".join(missing)}; there are {", ".join(columns)}:'
         ' name one of them, or put a header line at the top'
     )
@@ -171,12 +171,12 @@ def _json_records(file: epath.Path) -> Iterator[tuple[int, Record]]:
     try:
       record = json.loads(text)
     except (ValueError, RecursionError) as error:
-      raise DataError(
+      raise RowsError(
           f'{file}, line {line}: not JSON: {error}; one object a line is wanted, and the last line'
           ' may be cut off'
       ) from error
     if not isinstance(record, dict):
-      raise DataError(f'{file}, line {line}: not a JSON object, as {{"text": ..., "label": ...}}')
+      raise RowsError(f'{file}, line {line}: not a JSON object, as {{"text": ..., "label": ...}}')
     yield line, record
 
 
@@ -195,7 +195,7 @@ def _csv_lines(file: epath.Path) -> Iterator[tuple[int, list[str]]]:
         yield line, fields
       line = reader.line_num + 1
   except csv.Error as error:
-    raise DataError(
+    raise RowsError(
         f'{file}, line {line}: not CSV: {error}; write a quotation mark in a quoted field twice, or'
         ' name the file .tsv if nothing is quoted'
     ) from error
@@ -207,13 +207,13 @@ def _csv_lines(file: epath.Path) -> Iterator[tuple[int, list[str]]]:
 def _text(record: Record, key: str, where: str) -> str:
   if not isinstance(record.get(key), str):
     found = f'is {record[key]!r}' if key in record else f'is missing among {", ".join(record)}'
-    raise DataError(f'{where}: the text {key!r} {found:.200}; a string is wanted')
+    raise RowsError(f'{where}: the text {key!r} {found:.200}; a string is wanted')
   return record[key]
 
 
 def _id(record: Record, key: str, where: str) -> str:
   if isinstance(record.get(key), bool) or not isinstance(record.get(key), (str, int)):
-    raise DataError(f'{where}: the index {key!r} is {record.get(key)!r}; a name or an integer is'
+    raise RowsError(f'{where}: the index {key!r} is {record.get(key)!r}; a name or an integer is'
                     ' wanted')
   return str(record[key])
 
@@ -228,7 +228,7 @@ def _label(task: Task, value: Any, where: str) -> int | float | list[float] | No
   unknown = [name for name in names if name not in task.labels]
   if unknown:
     known = ', '.join(task.labels) or 'none yet: find them in a training file, or give them'
-    raise DataError(f'{where}: unknown label {unknown[0]!r}; known: {known}')
+    raise RowsError(f'{where}: unknown label {unknown[0]!r}; known: {known}')
   if task.kind == 'classification':
     return task.labels.index(names[0])
   return [float(name in names) for name in task.labels]
@@ -242,7 +242,7 @@ def _number(value: Any, where: str) -> float | None:
       raise ValueError(value)
     return rows_lib.number(str(value))
   except ValueError as error:
-    raise DataError(f'{where}: label {value!r} is not a number, as regression needs; mend the line,'
+    raise RowsError(f'{where}: label {value!r} is not a number, as regression needs; mend the line,'
                     ' or set kind to classification') from error
 
 
@@ -257,14 +257,14 @@ def _names(task: Task, value: Any, where: str) -> list[str] | None:
     return [part for part in parts if part]
   if isinstance(value, list):
     return [_name(part, where) for part in value]
-  raise DataError(f'{where}: label {value!r} is neither a list nor a string of names')
+  raise RowsError(f'{where}: label {value!r} is neither a list nor a string of names')
 
 
 def _name(value: Any, where: str) -> str:
   if isinstance(value, bool):
     return str(value).lower()  # as JSON spells it
   if not isinstance(value, (str, int)):
-    raise DataError(
+    raise RowsError(
         f'{where}: label {value!r} is not a name; write it as a string, or set kind to'
         ' multi_label for a list, to regression for a number'
     )
@@ -310,12 +310,12 @@ def write_predictions(
     path: .jsonl, or .tsv. The file is there whole or not at all.
 
   Raises:
-    DataError: another name, outputs that are not those of the rows, a name TSV cannot hold.
+    RowsError: another name, outputs that are not those of the rows, a name TSV cannot hold.
   """
   path = epath.Path(path)
   formats: dict[str, Callable] = {'.jsonl': _json_lines, '.tsv': _tsv}
   if path.suffix not in formats:
-    raise DataError(f'{path}: predictions are written as {" or ".join(formats)}')
+    raise RowsError(f'{path}: predictions are written as {" or ".join(formats)}')
   rows_lib.check_outputs(rows, outputs, task.num_outputs)
   content = formats[path.suffix](task, rows, _predicted(task, outputs),
                                  probabilities(task.kind, outputs))
@@ -354,7 +354,7 @@ def _tsv(
   if task.kind == 'multi_label':
     bad = next((name for name in task.labels if task.separator in name), None)
     if bad is not None:
-      raise DataError(f'label {bad!r} holds the separator {task.separator!r}; write .jsonl')
+      raise RowsError(f'label {bad!r} holds the separator {task.separator!r}; write .jsonl')
     predicted = [task.separator.join(names) for names in predicted]
   columns = [] if probability is None else [f'probability_{name}' for name in task.labels]
   lines = [['id', 'prediction', *columns]]

@@ -26,11 +26,11 @@ from jaxtyping import Float, Shaped
 from bertjax.data import encoding
 from bertjax.data import rows as rows_lib
 from bertjax.data.glue_tasks import TASKS, Split, Task, find_split, find_task, plain
-from bertjax.data.rows import DataError, Row, Rows, encode
+from bertjax.data.rows import Row, Rows, RowsError, encode
 from bertjax.evals import scores as scores_lib
 
 __all__ = [
-    'TASKS', 'DataError', 'Rows', 'Split', 'Task', 'encode', 'find_split', 'find_task', 'read',
+    'TASKS', 'RowsError', 'Rows', 'Split', 'Task', 'encode', 'find_split', 'find_task', 'read',
     'scores', 'write_submission',
 ]  # fmt: skip
 
@@ -53,14 +53,14 @@ def read(task: str, path: epath.PathLike, split: str, strict: bool = False) -> R
     strict: stop at a line with the wrong number of columns, instead of skipping it.
 
   Raises:
-    DataError: no such file or split, a binary or empty file, wrong columns, an unknown label.
+    RowsError: no such file or split, a binary or empty file, wrong columns, an unknown label.
   """
   spec = find_task(task)
   if str(path).startswith('tfds:'):
     return _read_tfds(spec, str(path), split)
   path = epath.Path(path)
   if not path.exists():
-    raise DataError(f'{path}: no such file or folder')
+    raise RowsError(f'{path}: no such file or folder')
   if path.is_dir():
     file, layout = _find_file(spec, path, split), _official_split(spec, split)
   else:
@@ -75,7 +75,7 @@ def _is_labelled(split: str) -> bool:
 
 def _official_split(spec: Task, split: str) -> Split:
   if split not in spec.splits:
-    raise DataError(f'{spec.folder} has no split {split!r}; there are {", ".join(spec.splits)}')
+    raise RowsError(f'{spec.folder} has no split {split!r}; there are {", ".join(spec.splits)}')
   return spec.splits[split]
 
 
@@ -91,7 +91,7 @@ def _find_file(spec: Task, path: epath.Path, split: str) -> epath.Path:
   found = next((folder / name for name in files if (folder / name).exists()), None)
   if found is None:
     there = ', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing'
-    raise DataError(
+    raise RowsError(
         f'{folder}: no {" or ".join(files)} of {spec.folder}; there is {there}. Get the files from'
         f' gluebenchmark.com, take tfds:glue/{plain(spec.folder)}, or name a file of your own'
     )
@@ -104,7 +104,7 @@ def _read_file(
   lines = rows_lib.read_lines(file)
   columns, first = _columns(spec, layout, lines[0].split('\t'), str(file))
   if labelled and spec.label not in columns:
-    raise DataError(
+    raise RowsError(
         f'{file}, line 1: no column {spec.label!r}, so these rows can only be predicted; there are'
         f' {", ".join(columns)}'
     )
@@ -149,7 +149,7 @@ def _columns(
         return columns, 0
   wanted = layout.header.replace('\t', ', ')
   kind = 'a header' if layout.has_header else 'columns'
-  raise DataError(
+  raise RowsError(
       f'{file}, line 1: wrong columns: {", ".join(first_line)[:200]!r}; {spec.folder} has {kind} '
       f'{wanted}, separated by tabs, of which {", ".join(spec.texts)} are needed'
   )
@@ -165,12 +165,12 @@ def _parse_label(spec: Task, text: str, where: str) -> int | float | None:
     except ValueError:
       value = -1.0
     if not 0 <= value <= 5:
-      raise DataError(f'{where}: {text!r} is no {spec.label} from 0 to 5; mend or drop the line')
+      raise RowsError(f'{where}: {text!r} is no {spec.label} from 0 to 5; mend or drop the line')
     return value
   for names in (spec.codes, spec.labels):
     if text in names:
       return names.index(text)
-  raise DataError(
+  raise RowsError(
       f'{where}: unknown label {text!r}; {spec.folder} has {", ".join(spec.codes)}; mend or drop'
       ' the line'
   )
@@ -185,7 +185,7 @@ def _read_tfds(spec: Task, path: str, split: str) -> Rows:
   name, config = path.removeprefix('tfds:'), layout.tfds_config or plain(spec.folder)
   data_set, _, version = name.partition(':')
   if data_set not in ('glue', f'glue/{plain(spec.folder)}', f'glue/{config}'):
-    raise DataError(f'{path}: is not {spec.folder}; give tfds:glue/{plain(spec.folder)}')
+    raise RowsError(f'{path}: is not {spec.folder}; give tfds:glue/{plain(spec.folder)}')
   builder = _tfds_builder(f'glue/{config}' + (f':{version}' if version else ''))
   import tensorflow_datasets as tfds
 
@@ -214,7 +214,7 @@ def _tfds_builder(name: str) -> Any:
     builder.download_and_prepare()
   except Exception as error:  # Whatever a builder does: network, disk, versions.
     why = str(error).partition('\n')[0]
-    raise DataError(
+    raise RowsError(
         f'tfds:{name}: tensorflow-datasets cannot give it: {why}; give a folder with the official'
         ' files instead'
     ) from error
@@ -230,7 +230,7 @@ def _tfds_label(
   if names is None:
     return float(label)
   if names[int(label)] not in spec.labels:
-    raise DataError(
+    raise RowsError(
         f'{path}: unknown label {names[int(label)]!r}; {spec.folder} has {", ".join(spec.labels)}')
   return spec.labels.index(names[int(label)])
 
@@ -269,7 +269,7 @@ def write_submission(
     folder: made if need be; the file in it is there whole or not at all.
 
   Raises:
-    DataError: outputs that are not those of the rows, or are not finite.
+    RowsError: outputs that are not those of the rows, or are not finite.
   """
   spec = find_task(task)
   rows_lib.check_outputs(rows, outputs, spec.num_outputs)

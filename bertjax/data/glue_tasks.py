@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from etils import epath
 
-from bertjax.data.rows import DataError
+from bertjax.data.rows import RowsError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,10 +205,10 @@ def find_task(name: str) -> Task:
   """The task of this name, however it is spelled ('sst2', 'SST-2').
 
   Raises:
-    DataError: there is none.
+    RowsError: there is none.
   """
   if plain(name) not in TASKS:
-    raise DataError(f'GLUE has no task {name!r}; there are {", ".join(TASKS)}')
+    raise RowsError(f'GLUE has no task {name!r}; there are {", ".join(TASKS)}')
   return TASKS[plain(name)]
 
 

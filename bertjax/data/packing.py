@@ -71,13 +71,41 @@ def pack(
   return sorted(rows, key=lambda row: -int(lengths[row].sum()))
 
 
+def batch_shapes(
+    settings: pretrain.PretrainSettings, max_examples: int, batch_size: int
+) -> Shapes:
+  """Shape and type of each field of a batch of packed rows.
+
+  Args:
+    settings: of the examples.
+    max_examples: of a row, E.
+    batch_size: rows, B.
+  """
+  # Each example rounds its own number of predictions: half a slot more, at most, and at least 1.
+  most = settings.seq_length * settings.masked_lm_prob + max_examples
+  slots = min(8 * -(-int(most) // 8), max_examples * settings.num_predictions)
+  tokens, predictions = (batch_size, settings.seq_length), (batch_size, slots)
+  some = (batch_size, max_examples)
+  return {
+      'input_ids': (tokens, np.int32),
+      'token_type_ids': (tokens, np.int32),
+      'segment_ids': (tokens, np.int32),
+      'position_ids': (tokens, np.int32),
+      'masked_lm_positions': (predictions, np.int32),
+      'masked_lm_ids': (predictions, np.int32),
+      'masked_lm_weights': (predictions, np.float32),
+      'cls_positions': (some, np.int32),
+      'next_sentence_labels': (some, np.int32),
+      'next_sentence_weights': (some, np.float32),
+  }
+
+
 class PackedStream:
   """Rows of packed examples, each a pure function of its number.
 
   Attributes:
     examples: the stream that the examples are from.
     max_examples: examples of a row at most, E.
-    num_predictions: slots for masked tokens of a row, P.
     rows_per_block: R.
     examples_per_row: on average.
     real_tokens: share of the places that are no padding, in the sampled blocks.
@@ -97,16 +125,14 @@ class PackedStream:
       raise ValueError(f'max_examples_per_row is {max_examples}; it must be at least 1')
     self.examples, self.max_examples = examples, max_examples
     settings = examples.settings
-    # Each example rounds its own number of predictions: half a slot more, at most, and at least 1.
-    most = settings.seq_length * settings.masked_lm_prob + max_examples
-    self.num_predictions = min(8 * -(-int(most) // 8), max_examples * settings.num_predictions)
-    sample = [self._pack_block(block)[0] for block in range(_SAMPLE_BLOCKS)]
-    needed = max(map(len, sample))
+    sample = [self._pack_block(block) for block in range(_SAMPLE_BLOCKS)]
+    needed = max(len(rows) for rows, _ in sample)
     self.rows_per_block = needed + max(1, round(_MARGIN * needed))
     self.examples_per_row = BLOCK_EXAMPLES / self.rows_per_block
-    tokens = self.examples.lengths(np.arange(_SAMPLE_BLOCKS * BLOCK_EXAMPLES)).sum()
-    places = _SAMPLE_BLOCKS * self.rows_per_block * settings.seq_length
-    self.real_tokens = float(tokens / places)
+    tokens = sum(int(lengths.sum()) for _, lengths in sample)
+    self.real_tokens = tokens / (_SAMPLE_BLOCKS * self.rows_per_block * settings.seq_length)
+    # A block's own rows are asked for twice: for its plan and for that of the next.
+    self._own = functools.lru_cache(4)(self._make_own)
     self._plan = functools.lru_cache(4)(self._make_plan)
     logging.info(
         'packed: %.2f examples in a row of %d on average, at most %d; %.1f%% of the places are '
@@ -140,27 +166,14 @@ class PackedStream:
 
   def batch_shapes(self, batch_size: int) -> Shapes:
     """Shape and type of each field of a batch of `batch_size` rows."""
-    tokens = (batch_size, self.examples.settings.seq_length)
-    predictions, some = (batch_size, self.num_predictions), (batch_size, self.max_examples)
-    return {
-        'input_ids': (tokens, np.int32),
-        'token_type_ids': (tokens, np.int32),
-        'segment_ids': (tokens, np.int32),
-        'position_ids': (tokens, np.int32),
-        'masked_lm_positions': (predictions, np.int32),
-        'masked_lm_ids': (predictions, np.int32),
-        'masked_lm_weights': (predictions, np.float32),
-        'cls_positions': (some, np.int32),
-        'next_sentence_labels': (some, np.int32),
-        'next_sentence_weights': (some, np.float32),
-    }
+    return batch_shapes(self.examples.settings, self.max_examples, batch_size)
 
   def _pack_block(self, block: int) -> tuple[list[list[int]], Int[np.ndarray, 'N']]:
     """The rows that a block needs by itself, and the lengths of its examples."""
     lengths = self.examples.lengths(block * BLOCK_EXAMPLES + np.arange(BLOCK_EXAMPLES))
     return pack(lengths, self.examples.settings.seq_length, self.max_examples), lengths
 
-  def _own(self, block: int) -> Plan:
+  def _make_own(self, block: int) -> Plan:
     """A block's rows, R at most; the emptiest of more are left over for the next block."""
     rows, _ = self._pack_block(block)
     first = block * BLOCK_EXAMPLES

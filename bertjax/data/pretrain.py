@@ -1,28 +1,26 @@
-"""The pre-training input pipeline: shards in, masked batches out.
+"""Pre-training examples: shards in, masked rows out.
 
 Example number i of a run is a pure function of (shards, settings, i): no iterator state, no shuffle
 buffer. So a run resumes by seeking, any number of processes makes the same global batches, and an
 example can be made again alone. Each epoch draws new pairs, new random partners and new masks.
 
 The way of a batch: mixture.py says which corpus, epochs.py which walk and slot, sampling.py which
-sentences; here their tokens are gathered and masking.py chooses what is predicted. tf.data runs
-this ahead of the training step and fixes the shapes.
+sentences; here their tokens are gathered and masking.py chooses what is predicted. pipeline.py
+runs this ahead of the training step.
 """
 
 import dataclasses
-import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from absl import logging
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 
 from bertjax.data import epochs, hashing, masking, mixture, sampling, stream_statistics
 from bertjax.data import shards as shards_lib
 
 _MASK = 48  # purpose of the masking draws
-_PREFETCH = 4
 
 Batch = dict[str, np.ndarray]
 
@@ -90,19 +88,6 @@ class PretrainSettings:
 
 def _round_up(x: float) -> int:
   return int(np.ceil(np.round(x, 9)))  # 0.15 * 20 is a little above 3
-
-
-@runtime_checkable
-class Rows(Protocol):
-  """Rows of batches, each a pure function of its number: ExampleStream, packing.PackedStream."""
-
-  def batch(self, indices: Int[np.ndarray, 'b']) -> Batch:
-    """The rows with the given numbers."""
-    ...
-
-  def batch_shapes(self, batch_size: int) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
-    """Shape and type of each field of a batch of `batch_size` rows."""
-    ...
 
 
 class ExampleStream:
@@ -365,118 +350,3 @@ def batch_shapes(
       'next_sentence_labels': ((b,), np.int32),
       'next_sentence_weights': ((b,), np.float32),
   }
-
-
-def batches(
-    stream: Rows,
-    batch_size: int,
-    first_step: int,
-    num_steps: int,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> Iterator[Batch]:
-  """Batches of steps first_step, first_step + 1, ... through tf.data, as numpy arrays.
-
-  Step s holds rows s * batch_size to (s + 1) * batch_size - 1 of the stream; this process gets its
-  contiguous share of them.
-
-  Args:
-    stream: where the rows come from; a row is an example, or several packed ones.
-    batch_size: of the whole run, B.
-    first_step: counted from 0; a run that resumes passes the number of steps done.
-    num_steps: how many batches there are.
-    process_index: which share is wanted.
-    process_count: how many shares there are.
-
-  Raises:
-    ValueError: if the batch cannot be divided among the processes.
-  """
-  if batch_size % process_count:
-    raise ValueError(
-        f'batch_size {batch_size} is not divisible by the {process_count} processes; try '
-        f'{-(-batch_size // process_count) * process_count}'
-    )
-  size = batch_size // process_count
-  offset = np.arange(size) + process_index * size
-
-  def make(step: np.int64) -> Batch:
-    return stream.batch(int(step) * batch_size + offset)
-
-  return _through_tf_data(make, first_step, first_step + num_steps, stream.batch_shapes(size))
-
-
-def heldout_batches(
-    stream: ExampleStream,
-    batch_size: int,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> Iterator[Batch]:
-  """All examples of a held-out stream once; the last batch is filled up with rows of weight 0.
-
-  Every process gets the same number of batches. Filler rows are padding only, with all weights 0.
-
-  Raises:
-    ValueError: if the batch cannot be divided among the processes.
-  """
-  if batch_size % process_count:
-    raise ValueError(f'batch_size {batch_size} is not divisible by {process_count} processes')
-  size = batch_size // process_count
-  for begin in range(process_index * size, _rounded(stream.num_examples, batch_size), batch_size):
-    count = int(np.clip(stream.num_examples - begin, 0, size))
-    real = stream.batch(np.arange(begin, begin + count))
-    fillers = {'input_ids': stream.tokenizer.pad_id}
-    yield {name: _fill_up(rows, size, fillers.get(name, 0)) for name, rows in real.items()}
-
-
-def _rounded(n: int, multiple: int) -> int:
-  return -(-n // multiple) * multiple
-
-
-def _fill_up(
-    rows: Shaped[np.ndarray, 'n ...'], size: int, filler: int
-) -> Shaped[np.ndarray, 'b ...']:
-  out = np.full((size, *rows.shape[1:]), filler, rows.dtype)
-  out[: len(rows)] = rows
-  return out
-
-
-def _through_tf_data(make, begin, end, shapes):
-  """Calls `make(step)` for each step in a tf.data pipeline that runs ahead of its reader."""
-  import tensorflow as tf  # here, since it takes seconds to load
-
-  for kind in ('GPU', 'TPU'):
-    if tf.config.list_physical_devices(kind):
-      tf.config.set_visible_devices([], kind)  # they belong to JAX
-
-  def to_tensors(step):
-    types = [dtype for _, dtype in shapes.values()]
-    arrays = tf.numpy_function(lambda s: list(make(s).values()), [step], types, stateful=False)
-    for array, (shape, _) in zip(arrays, shapes.values(), strict=True):
-      array.set_shape(shape)
-    return dict(zip(shapes, arrays, strict=True))
-
-  options = tf.data.Options()
-  options.deterministic = True
-  options.autotune.enabled = False
-  options.threading.private_threadpool_size = 2
-  options.threading.max_intra_op_parallelism = 1
-  steps = tf.data.Dataset.range(begin, end).map(to_tensors).prefetch(_PREFETCH)
-  return _Reader(steps.with_options(options).as_numpy_iterator())
-
-
-class _Reader:
-  """An iterator that ends its pipeline before the interpreter does.
-
-  The pipeline's thread calls Python. If it were still at work while the interpreter shuts down, it
-  would wait for Python and TensorFlow's shutdown for it, forever.
-  """
-
-  def __init__(self, iterator: Iterator[Batch]):
-    self._held = [iterator]
-    weakref.finalize(self, self._held.clear)  # called at exit as well
-
-  def __iter__(self) -> Iterator[Batch]:
-    return self
-
-  def __next__(self) -> Batch:
-    return next(self._held[0])

@@ -22,7 +22,7 @@ Labels = Int32[np.ndarray, 'N'] | Float32[np.ndarray, 'N'] | Float32[np.ndarray,
 _SHOWN = 20  # line numbers in a message
 
 
-class DataError(ValueError):
+class RowsError(ValueError):
   """Data that cannot be used; the message names the file, where possible the line, and the mend."""
 
 
@@ -65,10 +65,10 @@ class Rows:
     """The labels, for training and scoring.
 
     Raises:
-      DataError: there are none.
+      RowsError: there are none.
     """
     if self.labels is None:
-      raise DataError(
+      raise RowsError(
           f'{self.source}: rows without labels can only be predicted, not trained on or scored;'
           ' use mode=predict, or a file with labels'
       )
@@ -82,11 +82,11 @@ def read_text(file: epath.PathLike) -> str:
   """A whole file of UTF-8 text, without a byte order mark.
 
   Raises:
-    DataError: no such file, an empty one, or one that is not UTF-8 text.
+    RowsError: no such file, an empty one, or one that is not UTF-8 text.
   """
-  text = text_file.read(file, DataError)
+  text = text_file.read(file, RowsError)
   if not text.strip():
-    raise DataError(f'{file}: empty; give a file with at least one row')
+    raise RowsError(f'{file}: empty; give a file with at least one row')
   return text
 
 
@@ -94,7 +94,7 @@ def read_lines(file: epath.PathLike) -> list[str]:
   """Lines that end in LF or CRLF and in nothing else; empty ones at the end of the file go.
 
   Raises:
-    DataError: as `read_text`.
+    RowsError: as `read_text`.
   """
   # Not splitlines: U+2028, a form feed or a lone CR is part of a text.
   lines = [line.removesuffix('\r') for line in read_text(file).split('\n')]
@@ -119,10 +119,10 @@ def bad_line(file: str, line: int, columns: int, wanted: int, strict: bool) -> i
   """The number of a line to skip.
 
   Raises:
-    DataError: if `strict`.
+    RowsError: if `strict`.
   """
   if strict:
-    raise DataError(
+    raise RowsError(
         f'{file}, line {line}: {columns} columns instead of {wanted}; mend the line, or leave out'
         ' strict to skip it'
     )
@@ -143,14 +143,14 @@ def collect(
     skipped: numbers of bad lines.
 
   Raises:
-    DataError: no usable row, or none with a label in a labelled split.
+    RowsError: no usable row, or none with a label in a labelled split.
   """
   rows = list(rows)
   unlabelled = tuple(row.line for row in rows if row.label is None)
   kept = [row for row in rows if row.label is not None] if labelled else rows
   if not kept:
     what = 'no row has a label, so they can only be predicted' if rows else 'no usable row'
-    raise DataError(f'{source}: {what}{_lines(skipped, "; bad lines: ")}; check the columns')
+    raise RowsError(f'{source}: {what}{_lines(skipped, "; bad lines: ")}; check the columns')
   dtype = np.int32 if kind == 'classification' else np.float32
   with_labels = labelled or not unlabelled
   out = Rows(
@@ -191,11 +191,11 @@ def encode(rows: Rows, tokenizer: Tokenizer, max_length: int) -> examples.Exampl
   """Token ids of each row, cut to max_length, and the labels where there are any.
 
   Raises:
-    DataError: max_length leaves no room for a token of each text.
+    RowsError: max_length leaves no room for a token of each text.
   """
   texts = 1 if rows.text_b is None else 2
   if max_length < 2 * texts + 1:
-    raise DataError(
+    raise RowsError(
         f'max_length {max_length} leaves no room for {texts} text(s) and the special tokens; give'
         f' {2 * texts + 1} or more'
     )
@@ -225,14 +225,14 @@ def label_order(stored: Sequence[str], wanted: Sequence[str]) -> Int[np.ndarray,
   only where names differ in nothing else ('A', 'a'): published checkpoints say 'ENTAILMENT'.
 
   Raises:
-    DataError: the names are not the same.
+    RowsError: the names are not the same.
   """
   for spelled in (str, str.casefold):
     places = {spelled(name): place for place, name in enumerate(stored)}
     names = [spelled(name) for name in wanted]
     if len(places) == len(stored) and sorted(places) == sorted(names):
       return np.array([places[name] for name in names], np.int64)
-  raise DataError(
+  raise RowsError(
       f"the model's labels {', '.join(stored)} are not the task's {', '.join(wanted)}; if they"
       ' mean the same, write the names into the id2label of the model before it is imported'
   )
@@ -242,16 +242,16 @@ def check_outputs(rows: Rows, outputs: Float[np.ndarray, 'M C'], num_outputs: in
   """Refuses outputs that are not those of the rows.
 
   Raises:
-    DataError: another number of rows or of outputs, or a number that is not finite.
+    RowsError: another number of rows or of outputs, or a number that is not finite.
   """
   if outputs.shape != (len(rows), num_outputs):
-    raise DataError(
+    raise RowsError(
         f'{rows.source}: {len(rows)} rows with {num_outputs} outputs wanted, the model gave'
         f' {outputs.shape}'
     )
   if not np.isfinite(outputs).all():
     row = int(np.argmin(np.isfinite(outputs).all(axis=1)))
-    raise DataError(
+    raise RowsError(
         f'{rows.source}, row {rows.ids[row]}: the prediction is not finite; take a checkpoint of a'
         ' run that did not diverge'
     )
@@ -264,12 +264,12 @@ def tsv(lines: Iterable[Sequence[str]]) -> bytes:
   """Lines of fields as TSV without quoting.
 
   Raises:
-    DataError: a field holds a tab or a line break.
+    RowsError: a field holds a tab or a line break.
   """
   out = []
   for fields in lines:
     bad = next((field for field in fields if _LINE_BREAKS.search(field)), None)
     if bad is not None:
-      raise DataError(f'{bad!r} has a tab or a line break, which TSV cannot hold; write .jsonl')
+      raise RowsError(f'{bad!r} has a tab or a line break, which TSV cannot hold; write .jsonl')
     out.append('\t'.join(fields) + '\n')
   return ''.join(out).encode('utf-8', 'backslashreplace')

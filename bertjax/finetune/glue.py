@@ -155,7 +155,7 @@ def _known_labels(origin: Origin, kind: str, labels: tuple[str, ...]) -> tuple[s
     return labels
   try:
     rows_lib.label_order(stored, labels)
-  except rows_lib.DataError as error:
+  except rows_lib.RowsError as error:
     logging.warning('The head of %s is replaced: %s', origin.path, error)
     return labels
   return stored

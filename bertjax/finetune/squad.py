@@ -64,7 +64,7 @@ def load(settings: Settings, origin: Origin) -> Task:
         questions, origin.tokenizer, settings.max_length, data.doc_stride, data.max_query_length,
         training)
 
-  def split(name: str, path: str) -> Split:
+  def split(name: str, path: str) -> tuple[Split, tuple[squad.Question, ...]]:
     questions = squad.read(path, data.version)
     made = windows(questions, False)
     answers = lambda outputs, null_threshold=threshold: squad_answers.answers(
@@ -77,24 +77,25 @@ def load(settings: Settings, origin: Origin) -> Task:
 
     labelled = any(question.answers or question.is_impossible for question in questions)
     score = lambda outputs: _scores(questions, answers(outputs), data.version, threshold)
-    return Split(name, made.examples, score if labelled else None, write)
+    return Split(name, made.examples, score if labelled else None, write), questions
 
   path = (data.test or data.dev) if mode == 'predict' else data.dev
-  splits = (split('test' if mode == 'predict' else 'dev', path),) if path else ()
+  found = (split('test' if mode == 'predict' else 'dev', path),) if path else ()
   train, baseline = None, {}
   if mode == 'train':
     if not data.train:
       raise ConfigError('no training data: set data.train to a JSON file in SQuAD form')
     questions = squad.read(data.train, data.version, training=True, strict=data.strict)
     train = windows(questions[:data.max_train_questions or None], True).examples
-  if splits and splits[0].scores is not None and mode != 'predict':
-    baseline = _baseline(squad.read(path, data.version), data.version)
+  if found and found[0][0].scores is not None and mode != 'predict':
+    baseline = _baseline(found[0][1], data.version)
   facts = {'version': data.version, 'max_length': settings.max_length,
            **{name: getattr(data, name) for name in (
                'doc_stride', 'max_query_length', 'n_best_size', 'max_answer_length')}}
   learned = lambda scores: (
       {'null_threshold': scores['best_f1_thresh']} if data.version == 2 else {})
   metric = 'f1' if data.version == 1 else 'best_f1'
+  splits = tuple(one for one, _ in found)
   return Task(f'squad v{data.version}', 'span', (), metric, train, splits, baseline, facts, learned)
 
 

@@ -189,16 +189,19 @@ def _lower(plan: Plan):
   import jax
 
   from bertjax import heads, objectives, optim, state, step
-  from bertjax.data import loader, pretrain
+  from bertjax.data import loader, packing, pretrain
 
   settings, phase = plan.settings, plan.settings.phases[0]
   with jax.set_mesh(plan.mesh):  # in which nothing may run: its devices are not there
     graphdef, shapes = state.split(lambda rngs: heads.BertForPreTraining(plan.bert, rngs))
     optimizer = optim.make(settings.optimizer_of(0), shapes)
     like = state.abstract(shapes, optimizer, plan.mesh)
-    train_step = step.TrainStep(graphdef, objectives.PRETRAINING, optimizer,
+    packed, examples = phase.max_examples_per_row > 1, settings.pretrain_settings(0)
+    train_step = step.TrainStep(graphdef, objectives.pretraining(packed), optimizer,
                                 settings.optimizer_of(0), settings.seed, phase.accumulate)
-    batch = pretrain.batch_shapes(settings.pretrain_settings(0), phase.batch_size)
+    batch = pretrain.batch_shapes(examples, phase.batch_size)
+    if packed:
+      batch = packing.batch_shapes(examples, phase.max_examples_per_row, phase.batch_size)
     return step.jit_train_step(train_step, like).lower(
         like, loader.global_shapes(batch, plan.mesh))
 

@@ -25,7 +25,7 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # before anything loads Tens
 import numpy as np
 
 import bertjax
-from bertjax.data import pretrain
+from bertjax.data import pipeline, pretrain
 from bertjax.data import shards as shards_lib
 
 _BATCH = 256
@@ -98,7 +98,7 @@ def throughput(split: shards_lib.Split, tokenizer, rounds: int, steps: int) -> d
     for whole_words in (False, True):
       settings = pretrain.PretrainSettings(seq_length=seq_length, whole_word_masking=whole_words)
       stream = pretrain.ExampleStream(split, tokenizer, settings)
-      batches = pretrain.batches(stream, _BATCH, 0, 10**9)
+      batches = pipeline.batches(stream, _BATCH, 0, 10**9)
       for _ in range(20):
         next(batches)
       rates = []
@@ -117,7 +117,7 @@ def memory(split: shards_lib.Split, tokenizer, text_mb: int) -> dict:
   _start_tensorflow()
   before, peak = memory_mb('RssAnon'), 0.0
   stream = pretrain.ExampleStream(split, tokenizer, pretrain.PretrainSettings())
-  for _ in pretrain.batches(stream, _BATCH, 0, 1500):
+  for _ in pipeline.batches(stream, _BATCH, 0, 1500):
     peak = max(peak, memory_mb('RssAnon') - before)
   return {'text_mb': text_mb, 'rss_anon_growth_mb': round(peak, 1)}
 
@@ -134,10 +134,10 @@ def scale(split: shards_lib.Split, tokenizer) -> dict:
 
   stream = pretrain.ExampleStream(split, tokenizer, pretrain.PretrainSettings())
   lap()
-  next(pretrain.batches(stream, _BATCH, 0, 1))
+  next(pipeline.batches(stream, _BATCH, 0, 1))
   lap()
   fresh = pretrain.ExampleStream(split, tokenizer, pretrain.PretrainSettings())
-  next(pretrain.batches(fresh, _BATCH, int(30.4 * stream.num_examples) // _BATCH, 1))
+  next(pipeline.batches(fresh, _BATCH, int(30.4 * stream.num_examples) // _BATCH, 1))
   lap()
   return {
       'examples_per_epoch': stream.num_examples, 'sentences': split.num_sentences,

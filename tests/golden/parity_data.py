@@ -5,6 +5,7 @@ ever, and uniform numbers because they are products and sums: the same bits on e
 """
 
 import hashlib
+import json
 
 import numpy as np
 
@@ -25,6 +26,16 @@ NUM_BATCHES = 5  # taken in turn, so that they are learnt
 BATCH_SIZE, SEQ_LENGTH, MAX_PREDICTIONS = 16, 32, 5
 PAD, CLS, SEP, MASK, FIRST_ORDINARY = 0, 2, 3, 4, 5
 TOPICS, TOPIC_SIZE = 29, 10  # a sentence draws its tokens from one topic
+
+
+def save(output, script: str, packages, data, result: dict) -> None:
+  """Writes what a script made, a line for each key, with all that it was made from."""
+  result = {
+      'made_by': f'tests/golden/{script}',
+      'versions': {package.__name__: package.__version__ for package in packages},
+      'config': data.CONFIG, 'optimizer': data.OPTIMIZER, 'data_sha256': data.digest(), **result}
+  lines = ',\n'.join(f'{json.dumps(key)}: {json.dumps(value)}' for key, value in result.items())
+  output.write_text(f'{{\n{lines}\n}}\n', encoding='utf-8')
 
 
 def shapes() -> dict[str, tuple[int, ...]]:

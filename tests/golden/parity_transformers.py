@@ -2,8 +2,8 @@
 
 Needs the extra `parity` (torch, transformers). The two halves may run in two environments:
 
-    python tests/golden/parity_transformers.py ours /tmp/parity [--weights hf:DIR ...]
-    python tests/golden/parity_transformers.py theirs /tmp/parity
+    python tests/golden/parity_transformers.py ours FOLDER [--weights hf:DIR ...]
+    python tests/golden/parity_transformers.py theirs FOLDER
 
 `ours` exports a small random model of every kind of head, and imports and exports each `--weights`
 again (cased text: put a tokenizer_config.json beside them). `theirs` loads all of them, and the

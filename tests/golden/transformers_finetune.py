@@ -14,13 +14,12 @@ the word table without a gradient; in Google's code and in bertjax it has one wh
 part in the softmax, over the positions of a span.
 """
 
-import json
 import pathlib
 
 import numpy as np
 import torch
 import transformers
-from golden import finetune_data
+from golden import finetune_data, parity_data
 
 OUTPUT = pathlib.Path(__file__).with_suffix('.json')
 IGNORED = -100  # the label that PyTorch's cross entropy leaves out
@@ -95,20 +94,14 @@ def train(kind: str) -> dict[str, list[float]]:
 def main():
   torch.set_num_threads(1)
   torch.use_deterministic_algorithms(True)
-  result = {
-      'made_by': f'tests/golden/{pathlib.Path(__file__).name}',
-      'versions': {'torch': torch.__version__, 'transformers': transformers.__version__,
-                   'numpy': np.__version__},
-      'config': finetune_data.CONFIG, 'optimizer': finetune_data.OPTIMIZER,
-      'data_sha256': finetune_data.digest(),
-  }
+  result = {}
   for kind in finetune_data.KINDS:
     result[kind] = train(kind)
     losses, norms = np.array(result[kind]['loss']), np.array(result[kind]['grad_norm'])
     print(f'{kind}: loss {losses[:5].mean():.4f} -> {losses[-5:].mean():.4f}, '
           f'{(norms > finetune_data.OPTIMIZER["clip_norm"]).mean():.0%} of the steps clipped')
-  lines = ',\n'.join(f'{json.dumps(key)}: {json.dumps(value)}' for key, value in result.items())
-  OUTPUT.write_text(f'{{\n{lines}\n}}\n', encoding='utf-8')
+  parity_data.save(OUTPUT, pathlib.Path(__file__).name, (torch, transformers, np), finetune_data,
+                   result)
 
 
 if __name__ == '__main__':

@@ -12,7 +12,6 @@ torch.optim.AdamW, 'google' with the rule of google-research/bert optimization.p
 (AdamWeightDecayOptimizer). All of it is independent of bertjax.
 """
 
-import json
 import pathlib
 
 import numpy as np
@@ -116,16 +115,9 @@ def train(kind: str) -> dict[str, list[float]]:
 def main():
   torch.set_num_threads(1)
   torch.use_deterministic_algorithms(True)
-  result = {
-      'made_by': f'tests/golden/{pathlib.Path(__file__).name}',
-      'versions': {'torch': torch.__version__, 'transformers': transformers.__version__,
-                   'numpy': np.__version__},
-      'config': parity_data.CONFIG, 'optimizer': parity_data.OPTIMIZER,
-      'data_sha256': parity_data.digest(),
-  }
-  result |= {kind: train(kind) for kind in ('bias_correction', 'google')}
-  lines = ',\n'.join(f'{json.dumps(key)}: {json.dumps(value)}' for key, value in result.items())
-  OUTPUT.write_text(f'{{\n{lines}\n}}\n', encoding='utf-8')
+  result = {kind: train(kind) for kind in ('bias_correction', 'google')}
+  parity_data.save(OUTPUT, pathlib.Path(__file__).name, (torch, transformers, np), parity_data,
+                   result)
   for kind in ('bias_correction', 'google'):
     total = result[kind]['total']
     print(f'{kind}: total loss {total[0]:.4f} -> {total[-1]:.4f}')
