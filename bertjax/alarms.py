@@ -124,8 +124,8 @@ def check_finite(
   broken = [f'{name} is {value}' for name, value in metrics.items() if not math.isfinite(value)]
   if broken:
     raise NonFiniteError(
-        f'step {step}: {", ".join(broken)}. Training stops here and this state is not saved; the '
-        'last checkpoint is good. Go on from it with a lower learning rate, a longer warm-up or '
-        'a smaller clip_norm; if it happens at this very step again, look at the data of the step.',
+        f'step {step}: {", ".join(broken)}. Training stops here and this state is not saved. Go '
+        'on from the last checkpoint with a lower learning rate, a longer warm-up or a smaller '
+        'clip_norm; if it happens at this very step again, look at the data of the step.',
         weights_of if any('loss' in text for text in broken) else step,
     )

@@ -10,7 +10,7 @@ A checkpoint carries its configuration and tokenizer, so a path is all that is n
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,10 @@ from bertjax.model import BertConfig
 
 class HeadError(ValueError):
   """The model has no head for what it is asked; the message says which it has."""
+
+
+class InputError(ValueError):
+  """Inputs of another form than the head takes; the message says which."""
 
 
 class MaskError(ValueError):
@@ -84,7 +88,7 @@ class Model:
     return self.metadata.get('head', {'kind': 'pretraining'})
 
   def encode(
-      self, texts: Sequence[str | tuple[str, str]], layer: int = -1, pooling: str = 'mean',
+      self, texts: Iterable[str | tuple[str, str]], layer: int = -1, pooling: str = 'mean',
       batch_size: int = 32,
   ) -> Float32[np.ndarray, 'N D']:
     """A vector for each text, from the hidden states of a layer.
@@ -97,11 +101,13 @@ class Model:
 
     Raises:
       FeatureError: a layer or pooling that there is not.
+      InputError: what is neither a text nor a pair of them.
     """
     from bertjax import features  # it is built on this module
 
     if pooling == 'none':
       raise features.FeatureError("pooling 'none' gives no vector a text; see bertjax.features")
+    texts = _checked('text', texts, batch_size)
     pairs = [(text, None) if isinstance(text, str) else text for text in texts]
     rows = features.encode(pairs, self.tokenizer, self.config.max_position_embeddings, True)
     vectors = np.zeros((len(rows), self.config.hidden_size), np.float32)
@@ -109,7 +115,7 @@ class Model:
       vectors[indices] = found[0]
     return vectors
 
-  def predict(self, inputs: Sequence[Any], batch_size: int = 32) -> list[Prediction]:
+  def predict(self, inputs: Iterable[Any], batch_size: int = 32) -> list[Prediction]:
     """What the fine-tuned head says, in the order of the inputs.
 
     Args:
@@ -120,12 +126,15 @@ class Model:
 
     Raises:
       HeadError: the model was not fine-tuned.
+      InputError: inputs of another form.
     """
     kind = self.head['kind']
     if kind not in _PREDICT:
       raise HeadError(f'this model has no head to predict with (its kind is {kind!r}): fine-tune '
                       'it with bertjax.finetune, or use encode or fill_mask')
-    return _PREDICT[kind](self, list(inputs), batch_size) if len(inputs) else []
+    form = kind if kind in _FORMS else 'text'
+    inputs = _checked(form, inputs, batch_size)
+    return _PREDICT[kind](self, inputs, batch_size) if inputs else []
 
   @property
   def max_length(self) -> int:
@@ -238,6 +247,42 @@ def _num_outputs(head: dict[str, Any], params: state.Params) -> int:
   return params['qa_outputs' if head['kind'] == 'span' else 'classifier']['bias'].shape[0]
 
 
+# --- What each kind of head takes --------------------------------------------------------------
+
+
+def _is_text(value: Any) -> bool:
+  return isinstance(value, str)
+
+
+def _are_texts(value: Any, number: int | None = None) -> bool:
+  return isinstance(value, (list, tuple)) and all(map(_is_text, value)) and (
+      number is None or len(value) == number)
+
+
+_FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    'text': ('a text, or a pair (text, text)', lambda one: _is_text(one) or _are_texts(one, 2)),
+    'choice': (f'(first, endings) or (first, second, endings) with {swag.NUM_CHOICES} endings',
+               lambda one: isinstance(one, (list, tuple)) and len(one) in (2, 3)
+               and _are_texts(one[:-1]) and _are_texts(one[-1], swag.NUM_CHOICES)),
+    'tagging': ('a text, or a list of words', lambda one: _is_text(one) or _are_texts(one)),
+    'span': ('(question, context)', lambda one: _are_texts(one, 2)),
+}
+
+
+def _checked(form: str, inputs: Any, batch_size: int) -> list[Any]:
+  """The inputs as a list, each of the form."""
+  described, fits = _FORMS[form]
+  if isinstance(inputs, str):
+    raise InputError(f'one text is given ({inputs[:40]!r}); give a list, each {described}')
+  if batch_size < 1:
+    raise InputError(f'batch_size is {batch_size}; it must be at least 1')
+  inputs = list(inputs)
+  for number, one in enumerate(inputs):
+    if not fits(one):
+      raise InputError(f'input {number} is {one!r:.80}; it must be {described}')
+  return inputs
+
+
 # --- What each kind of head predicts -----------------------------------------------------------
 
 
@@ -261,10 +306,6 @@ def _predict_rows(model: Model, inputs: list[str | tuple[str, str]], batch_size:
 
 def _predict_choices(model: Model, inputs: list[tuple], batch_size: int):
   parts = [(row[0], '', row[1]) if len(row) == 2 else row for row in inputs]
-  for number, (*_, endings) in enumerate(parts):
-    if isinstance(endings, str) or len(endings) != swag.NUM_CHOICES:
-      raise HeadError(f'input {number}: the endings are {endings!r}; give a list of '
-                      f'{swag.NUM_CHOICES} texts')
   rows = swag.Rows([str(n) for n in range(len(parts))], [part[0] for part in parts],
                    [part[1] for part in parts], [list(part[2]) for part in parts], None)
   found = model.outputs(swag.encode(rows, model.tokenizer, model.max_length), batch_size)

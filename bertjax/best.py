@@ -65,6 +65,13 @@ class Keeper:
   tokenizer: epath.Path
   learned: Any
 
+  def forget(self) -> None:
+    """Removes what a run left that ended before its first checkpoint: another one begins here."""
+    folder = self.workdir / FOLDER
+    if jax.process_index() == 0 and folder.exists():
+      logging.info('%s is of a run that left no checkpoint: removed', folder)
+      folder.rmtree()
+
   def judge(self, step: int, params: state.Params, scores: Scores) -> bool:
     """Keeps the model if it is better than all before; True if training may end."""
     stored = read(self.workdir)

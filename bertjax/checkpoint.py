@@ -8,9 +8,11 @@ second, and the first step of a fresh run need not wait for it.
 
 import concurrent.futures
 import errno
+import fcntl
 import functools
 import hashlib
 import json
+import os
 from typing import Any
 
 import jax
@@ -274,8 +276,11 @@ class Checkpoints:
     self._passed_over: dict[int, str] = {}
     self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='checkpoint')
     self._pending: concurrent.futures.Future | None = None
+    self._lock: int | None = None
 
   def __enter__(self):
+    if self.root.parent.exists():
+      self._keep_others_out()
     return self
 
   def __exit__(self, kind, error, trace):
@@ -287,6 +292,31 @@ class Checkpoints:
       logging.error('%s', failure)  # must not hide what stopped the run
     finally:
       self._pool.shutdown()
+      if self._lock is not None:
+        os.close(self._lock)
+
+  def _keep_others_out(self):
+    """Locks a local workdir: a second run would sweep away what this one is saving.
+
+    The system lets go of the lock however this process ends.
+
+    Raises:
+      CheckpointError: another run is at work there.
+    """
+    workdir = str(self.root.parent)
+    if self._lock is not None or jax.process_index() or '://' in workdir:
+      return
+    handle = os.open(workdir, os.O_RDONLY)
+    try:
+      fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      os.close(handle)
+      raise CheckpointError(f'another run is at work in {workdir}: wait for it or stop it, or take '
+                            'another --workdir') from error
+    except OSError as error:
+      logging.warning('%s cannot be locked (%s): see that no second run is started in it', workdir,
+                      error)
+    self._lock = handle
 
   def latest(self) -> int | None:
     """The newest complete step, None if there is none; sweeps away what dead runs left behind."""
@@ -325,6 +355,9 @@ class Checkpoints:
     self.wait()
     if step in self._good:
       return False
+    if jax.process_index() == 0:
+      self.root.parent.mkdir(parents=True, exist_ok=True)
+      self._keep_others_out()
     folder = self.root / str(step)
     if _agreed(folder.is_dir() and step not in self._unreadable
                and step_folder.damage(folder) is None):
@@ -344,14 +377,16 @@ class Checkpoints:
     return True
 
   def discard(self, step: int):
-    """Removes a step whose weights turned out to be ruined, if an older complete one is there."""
+    """Removes a step whose weights turned out to be ruined: to go on from it leads nowhere."""
     self.wait()
-    whole = [number for number, folder in step_folder.steps(self.root).items()
-             if step_folder.damage(folder) is None]
-    if jax.process_index() == 0 and step in whole and min(whole) < step:
-      folder = self.root / str(step)
+    folder = self.root / str(step)
+    if jax.process_index() == 0 and folder.is_dir():
       logging.warning('Removing %s: its weights give no finite loss', folder)
       _remove(folder)
+      older = [number for number, other in step_folder.steps(self.root).items()
+               if step_folder.damage(other) is None]
+      logging.warning('The newest checkpoint is now %s',
+                      f'step {max(older)}' if older else 'none: the same command begins anew')
     self._good.discard(step)
 
   def wait(self):

@@ -37,15 +37,20 @@ def run(entry: Callable[[ml_collections.ConfigDict, str], int]) -> None:
 
 def _parse(argv: Sequence[str]) -> list[str]:
   """The flags; a key that the configuration lacks, or no such file, ends in words and with 2."""
+  # A string cannot take the place of a group of keys.
+  argv = ['--config.mesh.auto=True' if text == '--config.mesh=auto' else text for text in argv]
   try:
     rest = app.parse_flags_with_usage(argv)
-    _CONFIG.value  # noqa: B018  a file that cannot be loaded is told of when it is looked at
+    if _CONFIG.value is not None:
+      _CONFIG.value.keys()  # a file that cannot be loaded is told of when it is looked at
     return rest
-  except (AttributeError, KeyError, OSError) as error:
+  except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
     cause = error
     while cause.args and isinstance(cause.args[0], Exception):  # config_flags wraps them
       cause = cause.args[0]
     text = ' '.join(str(cause.args[0] if isinstance(cause, KeyError) else cause).split())
+    if ' ' not in text:  # a KeyError's bare key
+      text = f'there is no {text} in the configuration'
     print(f'error: --config: {text}', file=sys.stderr)
     sys.exit(2)
 
@@ -77,7 +82,11 @@ def _main(argv: Sequence[str], entry) -> int:
     hosts.let_the_cause_be_told(party)
     logging.error('%s', error)
     code = 2 if isinstance(error, ValueError) else 1
-  except (Exception, KeyboardInterrupt):
+  except KeyboardInterrupt:
+    hosts.let_the_cause_be_told(party)
+    logging.error('Interrupted')
+    code = 130
+  except Exception:
     if party is None:
       raise
     hosts.let_the_cause_be_told(party)

@@ -30,10 +30,14 @@ def main(argv: list[str] | None = None) -> int:
   from bertjax import api, errors
 
   try:
-    print(json.dumps(evaluate(api.load(args.checkpoint, args.step), args)))
+    found = evaluate(api.load(args.checkpoint, args.step), args)
+    print(json.dumps(found, allow_nan=False))
   except errors.EXPECTED as error:
-    print(error, file=sys.stderr)
+    print(f'error: {error}', file=sys.stderr)
     return 2
+  except ValueError:  # NaN is not JSON
+    print(f'error: the model gives no finite loss: {found}', file=sys.stderr)
+    return 1
   return 0
 
 

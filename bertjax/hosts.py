@@ -107,14 +107,17 @@ def check_workdir(workdir: epath.PathLike) -> None:
   """Checks that what process 0 writes into the workdir is there for all processes.
 
   Raises:
-    HostError: it is not; on every process.
+    HostError: it is not, on every process; or it cannot be a folder.
   """
+  folder = epath.Path(workdir)
+  if folder.exists() and not folder.is_dir():
+    raise HostError(f'--workdir={workdir} is a file; give a folder')
   if jax.process_count() == 1:
     return
   from jax.experimental import multihost_utils
 
   token = int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))
-  mark = epath.Path(workdir) / f'.same-workdir-{token:08x}'
+  mark = folder / f'.same-workdir-{token:08x}'
   if jax.process_index() == 0:
     try:
       mark.parent.mkdir(parents=True, exist_ok=True)

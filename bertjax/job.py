@@ -137,6 +137,7 @@ class Job:
     differences: what a stored configuration has otherwise than this one, a line each.
     describe: lines of the start-up block, after title, workdir, start and devices.
     judge: told of every evaluation; True ends the training there.
+    forget: removes what an earlier run left here that saved no checkpoint; called before step 0.
     is_over: whether a run that stands at a step has nothing left to do (early stopping).
     farewell: what to do next, given the workdir.
   """
@@ -158,6 +159,7 @@ class Job:
   differences: Callable[[Mapping[str, Any], int], list[str]] = _nothing_differs
   describe: Callable[[], list[str]] = list
   judge: Callable[[int, state.Params, Scores], bool] = _never
+  forget: Callable[[], None] = lambda: None
   is_over: Callable[[int], bool] = lambda step: False
   farewell: Callable[[epath.Path], list[str]] = lambda workdir: []
 

@@ -224,8 +224,9 @@ class JsonLines:
         # Only a kill in the middle of a write leaves such a line, and what it said comes again.
         logging.warning('%s, line %d: not a record, dropped', self._path, number)
         continue
-      # What belongs to the restored step itself, but for its training record, is written again.
-      if step < restored_step or (step == restored_step and record.get('split') == 'train'):
+      # What belongs to the restored step itself is written again, but for what its steps led to.
+      if step < restored_step or (
+          step == restored_step and record.get('split') in ('train', 'alarm')):
         kept.append(line + '\n')
     text = ''.join(kept)
     if text != '\n'.join(lines):

@@ -13,14 +13,16 @@ A step uses it like this; the rate that is logged is read from the count that th
 """
 
 import dataclasses
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, BFloat16, Float, Float32, PyTree, UInt
 
+from bertjax import dropout
 from bertjax.config import ConfigError
 
 _STACKED = 'encoder/layers/'  # parameters of the layers, stacked on a leading axis
@@ -45,6 +47,7 @@ class OptimizerSettings:
     eps: added to the square root of the second moment.
     bias_correction: Adam's 1 / (1 - b^t) on both moments. BERT leaves it out, so that its first
       steps are about three times as long; fine-tuning on small sets may want it.
+    moments_dtype: in which both moments are stored, 'float32' or 'bfloat16'; see `narrow_moments`.
     clip_norm: global gradients longer than this are scaled down to it; 0 never clips.
     trust_exempt: LAMB: whether what does not decay keeps the plain rate (MLCommons), instead of
       being adapted like all else (the paper, optax).
@@ -67,6 +70,7 @@ class OptimizerSettings:
   b2: float = 0.999
   eps: float = 1e-6
   bias_correction: bool = False
+  moments_dtype: str = 'float32'
   clip_norm: float = 1.0
   trust_exempt: bool = True
   layer_decay: float = 1.0
@@ -81,6 +85,9 @@ class OptimizerSettings:
                        'the one must not be negative, the other in (0, 1]')
     if self.name not in ('adamw', 'lamb'):
       raise ValueError(f"optimizer name is {self.name!r}; it must be 'adamw' or 'lamb'")
+    if self.moments_dtype not in ('float32', 'bfloat16'):
+      raise ValueError(
+          f"moments_dtype is {self.moments_dtype!r}; it must be 'float32' or 'bfloat16'")
     if self.num_steps < 1:
       raise ValueError(f'num_steps of the schedule is {self.num_steps}; it must be at least 1')
     if not 0 <= self.warmup_steps <= self.num_steps:
@@ -126,7 +133,8 @@ def make(
 
   Its `update` takes the keyword `grad_norm`, so that a step that logs the norm computes it once.
   Its state is a plain pytree whose moments have the structure of the parameters, so their paths
-  end in the parameters' paths. The state has the same structure for every settings.
+  end in the parameters' paths. The state has the same structure for every settings, and but for
+  `moments_dtype` the same types.
 
   Args:
     settings: what to build.
@@ -139,6 +147,8 @@ def make(
     adam = optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)
   else:
     adam = scale_by_adam_uncorrected(b1=settings.b1, b2=settings.b2, eps=settings.eps)
+  if settings.moments_dtype == 'bfloat16':
+    adam = narrow_moments(adam)
   decays = decay_mask(abstract_params, settings.decay_exclude)
   decayed = optax.add_decayed_weights(settings.weight_decay, mask=decays)
   if settings.name == 'lamb':
@@ -317,6 +327,53 @@ def scale_by_adam_uncorrected(b1: float, b2: float, eps: float) -> optax.Gradien
     return updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
   return optax.GradientTransformation(optax.scale_by_adam().init, update)
+
+
+def narrow_moments(adam: optax.GradientTransformation) -> optax.GradientTransformation:
+  """Adam whose moments are stored in bfloat16 and computed with in float32.
+
+  A step of Adam changes the second moment by about 1 - b2 = 0.1 % of itself, and bfloat16 knows no
+  change below 0.2 %: rounded to the nearest, it would rise with large gradients and never decay
+  again. (That is why optax narrows the first moment alone, and why those who narrow both take b2 =
+  0.95.) So it is rounded up or down by chance, right on average: it then wanders around its
+  true value by some per cent, and its square root by half of that. The first moment changes by
+  1 - b1 = 10 % and is rounded to the nearest.
+
+  The chance is a hash of step, parameter and position: the same on any mesh and after a resume.
+  """
+
+  def narrow(state):
+    leaves, structure = jax.tree.flatten(state.nu)
+    keys = [dropout.fold(dropout.mix(state.count.astype(jnp.uint32)), number)
+            for number in range(len(leaves))]
+    nu = [round_by_chance(leaf, key) for leaf, key in zip(leaves, keys, strict=True)]
+    mu = jax.tree.map(lambda m: m.astype(jnp.bfloat16), state.mu)
+    return state._replace(mu=mu, nu=jax.tree.unflatten(structure, nu))
+
+  def update(grads, state, params=None):
+    wide = jax.tree.map(lambda moment: moment.astype(jnp.float32), (state.mu, state.nu))
+    updates, state = adam.update(grads, state._replace(mu=wide[0], nu=wide[1]), params)
+    return updates, narrow(state)
+
+  return optax.GradientTransformation(lambda params: narrow(adam.init(params)), update)
+
+
+def round_by_chance(
+    x: Float32[Array, '*shape'], key: UInt[Array, '']
+) -> BFloat16[Array, '*shape']:
+  """One of the two neighbours in bfloat16, the nearer one more often: `x` on average.
+
+  Args:
+    x: what is rounded; its neighbours differ in the upper 16 of the 32 bits.
+    key: a word from which the chance follows.
+  """
+  position = jnp.zeros(x.shape, jnp.uint32)
+  for axis in range(x.ndim):  # one iota an axis: a reshaped one would not be computed in shares
+    stride = jnp.uint32(math.prod(x.shape[axis + 1:]))
+    position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
+  noise = dropout.mix(key ^ dropout.mix(position)) & jnp.uint32(0xFFFF)
+  bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
+  return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
 
 
 def _clip_transformation(max_norm: float) -> optax.GradientTransformationExtraArgs:

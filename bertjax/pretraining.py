@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 
 from bertjax import (
   attention,
+  auto_mesh,
+  best,
   checkpoint,
   heads,
   metrics,
@@ -21,6 +23,7 @@ from bertjax import (
   objectives,
   sharding,
   state,
+  step_folder,
   train,
   warm_start,
 )
@@ -60,12 +63,15 @@ def job(config: ml_collections.ConfigDict, workdir: epath.Path) -> Job:
 
   A signal ends the process at once while it is here: a build goes on where it was.
   """
-  settings = settings_lib.from_config(_with_stored_model(config))
-  mesh = sharding.make_mesh(settings.mesh)
-  settings_lib.check_batches(
-      settings, mesh.shape['data'] * mesh.shape['fsdp'], jax.process_count())
+  settings = settings_lib.from_config(_with_stored_model(config, workdir))
+  if not settings.mesh.auto:  # before data are built, which may take hours
+    _mesh(settings, settings.mesh)
   corpora = prepare.open_corpora(_data_paths(settings, workdir))
   bert = settings.bert_config(corpora.tokenizer.vocab_size)
+  mesh = _mesh(settings, auto_mesh.resolve(
+      settings.mesh, lambda rngs: heads.BertForPreTraining(bert, rngs), settings.optimizer_of(0),
+      tuple(phase.batch_size // phase.accumulate for phase in settings.phases),
+      bert.num_attention_heads))
   placed = (mesh.devices.flat[0].platform, *(phase.seq_length for phase in settings.phases))
   ways = mesh.shape['model']
   why = attention.describe(bert, *placed, model_ways=ways)
@@ -87,11 +93,24 @@ def job(config: ml_collections.ConfigDict, workdir: epath.Path) -> Job:
       describe=lambda: [*_describe(setup), f'attention   {why}'], farewell=_farewell)
 
 
-def _with_stored_model(config: ml_collections.ConfigDict) -> dict[str, Any]:
-  """With init_from, the sizes that the configuration leaves out are those of the checkpoint."""
+def _mesh(settings: Settings, asked: sharding.MeshSettings) -> Mesh:
+  """The mesh, by which all batches must be divisible."""
+  mesh = sharding.make_mesh(asked)
+  settings_lib.check_batches(
+      settings, mesh.shape['data'] * mesh.shape['fsdp'], jax.process_count())
+  return mesh
+
+
+def _with_stored_model(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, Any]:
+  """With init_from, the sizes that the configuration leaves out are those of the checkpoint.
+
+  A run that is resumed has them itself: what it began from may be gone by then.
+  """
   values = config_lib.plain(config)
   if values.get('init_from'):
-    stored = checkpoint.read_metadata(values['init_from'])['config']['model']
+    begun = step_folder.steps(step_folder.absolute(workdir) / step_folder.FOLDER)
+    origin = workdir if begun else values['init_from']
+    stored = checkpoint.read_metadata(origin)['config']['model']
     values['model'] = stored | {'vocab_size': 0} | dict(values.get('model', {}))
   return values
 
@@ -192,7 +211,7 @@ def _alarms(setup: _Setup) -> Alarms:
 
 def _initial(setup: _Setup, build) -> tuple[state.Params, str]:
   """The weights of `init_from`; heads that it lacks are new and named."""
-  path = setup.settings.init_from
+  path = str(best.find(setup.settings.init_from) or setup.settings.init_from)
   stored: Mapping[str, Any] = checkpoint.read_metadata(path)
   if stored['tokenizer_hash'] != setup.corpora.tokenizer.hash():
     raise ConfigError(f'init_from {path} was trained with another tokenizer than the shards; build '

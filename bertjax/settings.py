@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_collections
 
 from bertjax import config as config_lib
 from bertjax.config import ConfigError
+from bertjax.data import hashing
 from bertjax.data.pretrain import PretrainSettings
 from bertjax.job import CheckpointSettings
 from bertjax.model import BertConfig
@@ -180,7 +181,9 @@ class Settings:
           seq_length=here.seq_length, max_predictions_per_seq=here.max_predictions_per_seq,
           masked_lm_prob=data.masked_lm_prob, short_seq_prob=data.short_seq_prob,
           next_sentence=data.next_sentence, whole_word_masking=data.whole_word_masking,
-          random_words=data.random_words, seed=self.seed + phase)
+          random_words=data.random_words,
+          # Not seed + phase: that would be the draws of phase 0 of another seed.
+          seed=hashing.fold_int(self.seed, phase) if phase else self.seed)
     except ValueError as error:
       raise ConfigError(f'data, phase {phase}: {error}') from error
 
@@ -261,7 +264,13 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any], step: int
   `data.path` may change because the content hash of the data is compared instead. Phases that have
   not begun at `step` may change if the schedule of those that have stays the same.
   """
-  old, new = (_comparable(from_config(values), step) for values in (stored, current))
+  before, now = from_config(stored), from_config(current)
+  # What a phase starts anew is in the state that is saved at its first step: it has begun by then,
+  # but not one that was added to a run which had come to its end there.
+  had = len(before.phases)
+  begun = lambda settings: [
+      i for i, start in enumerate(settings.starts()) if start < step or start == step and i < had]
+  old, new = (_comparable(settings, begun(settings)) for settings in (before, now))
   return [f'{key}: stored {old.get(key, "absent")}, now {new.get(key, "absent")}'
           for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
 
@@ -278,10 +287,8 @@ def to_json(settings: Settings) -> dict[str, Any]:
   return json.loads(json.dumps(values))
 
 
-def _comparable(settings: Settings, step: int) -> dict[str, Any]:
+def _comparable(settings: Settings, begun: Sequence[int]) -> dict[str, Any]:
   values = to_json(settings)
-  # What a phase starts anew is in the state that is saved at its first step: it has begun by then.
-  begun = [i for i, start in enumerate(settings.starts()) if start <= step]
   phases = values.pop('phases')
   optimizer = values.pop('optimizer')
   flat = dict(config_lib.flatten(values))

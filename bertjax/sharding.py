@@ -1,10 +1,12 @@
 """The mesh, and one visible table that says how every parameter lies on it."""
 
 import dataclasses
+import math
 import re
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
@@ -36,19 +38,41 @@ class MeshError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class MeshSettings:
-  """Devices along each axis; one of them may be -1, for as many as there are."""
+  """Devices along each axis.
+
+  Attributes:
+    data: devices that share nothing but the batch; one axis may be -1, for as many as there are.
+    fsdp: devices that share parameters and optimizer state, and the batch.
+    model: devices that share every layer, and every row.
+    auto: all three follow from the sizes of model, batch and devices (auto_mesh.py).
+
+  Raises:
+    MeshError: `auto` and an axis are both set.
+  """
 
   data: int = -1
   fsdp: int = 1
   model: int = 1
+  auto: bool = False
+
+  def __post_init__(self):
+    if self.auto and (self.data, self.fsdp, self.model) != (-1, 1, 1):
+      raise MeshError(f'mesh.auto chooses all axes, but data {self.data}, fsdp {self.fsdp}, model '
+                      f'{self.model} are set; leave these out, or mesh.auto')
 
 
 def make_mesh(settings: MeshSettings, devices: list | None = None) -> Mesh:
   """The mesh over all devices (or those given).
 
+  Args:
+    settings: the sizes; `auto` must have been resolved.
+    devices: of one slice or of several.
+
   Raises:
-    MeshError: the axes do not multiply to the number of devices, with the mend.
+    MeshError: the axes do not multiply to the number of devices, or the data axis does not run
+      across the slices, with the mend.
   """
+  assert not settings.auto
   devices = jax.devices() if devices is None else devices
   sizes = [getattr(settings, axis) for axis in AXES]
   fixed = int(np.prod([size for size in sizes if size != -1]))
@@ -60,8 +84,37 @@ def make_mesh(settings: MeshSettings, devices: list | None = None) -> Mesh:
         f'mesh {dict(zip(AXES, sizes, strict=True))} does not fit {len(devices)} devices; '
         f'set one axis to -1 and let the others divide {len(devices)}')
   sizes = [len(devices) // fixed if size == -1 else size for size in sizes]
-  return jax.make_mesh(
-      tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+  return Mesh(arrange(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def count_slices(devices: list) -> int:
+  """Groups of devices with a fast network of their own: TPU slices, or the nodes of a cluster of
+  GPUs, which JAX numbers likewise."""
+  return len({getattr(device, 'slice_index', 0) for device in devices})
+
+
+def arrange(sizes: list[int], devices: list) -> np.ndarray:
+  """The devices [data, fsdp, model] such that neighbours are close.
+
+  Only the data axis, which communicates once a step, runs across slices.
+
+  Raises:
+    MeshError: the slices cannot share the data axis.
+  """
+  slices = count_slices(devices)
+  if slices == 1:
+    return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+  data, *within = sizes
+  if data % slices:
+    raise MeshError(
+        f'mesh {dict(zip(AXES, sizes, strict=True))}: the {len(devices)} devices are in {slices} '
+        f'slices (or nodes), and only the data axis may run across them; set fsdp * model to a '
+        f'divisor of {len(devices) // slices} and data to -1')
+  try:
+    return mesh_utils.create_hybrid_device_mesh(
+        (data // slices, *within), (slices, 1, 1), devices, allow_split_physical_axes=True)
+  except ValueError as error:  # slices of unequal size
+    raise MeshError(f'{slices} slices: {error}; take slices of the same size') from error
 
 
 def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -84,6 +137,12 @@ def shardings(tree, mesh: Mesh):
     return NamedSharding(mesh, spec_of(name, leaf.shape, mesh))
 
   return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def bytes_per_device(tree) -> int:
+  """What one device holds of a tree of arrays, or of shapes with shardings."""
+  return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+             for leaf in jax.tree.leaves(tree))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

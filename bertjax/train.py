@@ -17,7 +17,7 @@ from absl import logging
 from etils import epath
 from flax import nnx
 
-from bertjax import checkpoint, metrics, optim, state, stop
+from bertjax import checkpoint, metrics, optim, sharding, state, stop
 from bertjax import step as step_lib
 from bertjax.alarms import NonFiniteError
 from bertjax.config import ConfigError
@@ -75,9 +75,14 @@ def train(job: Job, workdir: epath.PathLike) -> int:
       if first is not None and (first == job.num_steps or job.is_over(first)):
         _log(f'Training is complete: {workdir} holds step {first}, the last. Nothing to do')
         return 0
-      current, step, origin = _first_state(job, shapes, checkpoints, first)
+      # The structure of the optimizer's state is the same in every stage.
+      optimizer = optim.make(job.stages[0].optimizer, shapes)
+      like = state.abstract(shapes, optimizer, job.mesh)
+      if first is None:
+        job.forget()
+      current, step, origin = _first_state(job, optimizer, like, checkpoints, first)
       evaluator = job.open_evaluator()
-      _log(_start_up_block(job, workdir, origin))
+      _log(_start_up_block(job, workdir, origin, like))
 
       with metrics.MetricsWriter(
           workdir, total_steps=job.num_steps, log_every=job.log_every, alarms=job.alarms,
@@ -224,7 +229,19 @@ def _refuse_other_config(job: Job, workdir: epath.Path, step: int | None) -> Non
   if step is None:
     return
   stored = checkpoint.read_metadata(workdir, step)
-  wrong = job.differences(stored['config'], step)
+  if 'imported_from' in stored:
+    raise ConfigError(f'{workdir} is an imported checkpoint: take a new --workdir, with '
+                      f'--config.init_from={workdir}')
+  kind, own = (metadata.get('head', {}).get('kind', 'pretraining')
+               for metadata in (stored, job.metadata))
+  if kind != own:
+    raise ConfigError(f'{workdir} holds a run of another kind ({kind}, this is {own}): take a new '
+                      '--workdir')
+  try:
+    wrong = job.differences(stored['config'], step)
+  except ConfigError as error:
+    raise ConfigError(f'{workdir}: this version cannot read the configuration that it was started '
+                      f'with ({error}); take a new --workdir') from error
   if stored['data_hash'] != job.metadata['data_hash']:
     wrong.append(
         f'data: stored {stored["data_hash"][:12]}, now {job.metadata["data_hash"][:12]}')
@@ -236,15 +253,13 @@ def _refuse_other_config(job: Job, workdir: epath.Path, step: int | None) -> Non
 
 
 def _first_state(
-    job: Job, shapes: state.Params, checkpoints: checkpoint.Checkpoints, step: int | None
+    job: Job, optimizer, like: state.TrainState, checkpoints: checkpoint.Checkpoints,
+    step: int | None,
 ) -> tuple[state.TrainState, int, str]:
   """The state to begin with, its step, and in words where it comes from.
 
   The step may be older than the one asked for, if that turns out not to be readable.
   """
-  # The structure of the optimizer's state is the same in every stage.
-  optimizer = optim.make(job.stages[0].optimizer, shapes)
-  like = state.abstract(shapes, optimizer, job.mesh)
   if step is not None:
     current, position = checkpoints.restore(like)
     step = int(current.step)
@@ -255,7 +270,9 @@ def _first_state(
   return state.create(job.build, job.seed, optimizer, like), 0, 'from scratch'
 
 
-def _start_up_block(job: Job, workdir: epath.Path, origin: str) -> str:
+def _start_up_block(
+    job: Job, workdir: epath.Path, origin: str, like: state.TrainState
+) -> str:
   """Everything that was chosen, once, before the first step."""
   devices = jax.devices()
   return '\n'.join([
@@ -264,8 +281,14 @@ def _start_up_block(job: Job, workdir: epath.Path, origin: str) -> str:
       f'  start       {origin}',
       f'  devices     {len(devices)} x {devices[0].device_kind} in {jax.process_count()} '
       f'process(es), mesh {dict(job.mesh.shape)}',
+      f'  state       {_size(like.params)} of parameters and {_size(like.opt_state)} of the '
+      'optimizer a device',
       *(f'  {line}' for line in job.describe()),
   ])
+
+
+def _size(tree) -> str:
+  return f'{sharding.bytes_per_device(tree) / 2**20:,.1f} MiB'
 
 
 def _log(text: str) -> None:

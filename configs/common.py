@@ -61,9 +61,11 @@ def get_config() -> ConfigDict:
       'b2': 0.999,
       'eps': 1e-6,
       'bias_correction': False,
+      'moments_dtype': 'float32',  # or 'bfloat16': 8 instead of 12 bytes of state a parameter
       'clip_norm': 1.0,
   })
-  config.mesh = ConfigDict({'data': -1, 'fsdp': 1, 'model': 1})
+  # Devices along each axis; or --config.mesh.auto=True chooses them and logs why.
+  config.mesh = ConfigDict({'data': -1, 'fsdp': 1, 'model': 1, 'auto': False})
   config.checkpoint = ConfigDict({'every': 1000, 'keep_last': 3, 'keep_every': 0})
   config.heldout = ConfigDict({'every': 1000, 'max_examples': 4096, 'batch_size': 0})
   return config

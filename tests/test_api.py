@@ -221,7 +221,7 @@ def test_choice_gives_the_number_of_the_ending(models):
 def test_choices_of_another_number_are_refused(models, endings):
   """Else the endings of one input would be taken for those of the next."""
   right = ('anna is', ['river', 'mill', 'bell', 'red'])
-  with pytest.raises(api.HeadError, match='input 1: the endings are .*give a list of 4 texts'):
+  with pytest.raises(api.InputError, match='input 1 is .*with 4 endings'):
     models('choice').predict([right, ('anna is', endings)])
 
 
@@ -266,6 +266,23 @@ def test_b133_no_input_and_one_input(models, kind):
   one = {'choice': ('anna', ['river', 'mill', 'bell', 'red']), 'span': ('who', 'anna')}
   assert model.predict([]) == []
   assert len(model.predict([one.get(kind, 'river')])) == 1
+
+
+@pytest.mark.parametrize('kind, inputs', [
+    ('classification', 'river'), ('classification', [('a', 'b', 'c')]), ('classification', [None]),
+    ('span', ['who']), ('span', [('who',)]), ('tagging', [['river', 3]]), ('choice', ['river'])])
+def test_inputs_of_another_form_are_refused(models, kind, inputs):
+  with pytest.raises(api.InputError, match='input 0 is .* must be|give a list, each'):
+    models(kind).predict(inputs)
+
+
+def test_a_text_is_no_list_of_texts_and_a_generator_is_one(models):
+  model = models('classification')
+  with pytest.raises(api.InputError, match='give a list'):
+    model.encode('river')
+  with pytest.raises(api.InputError, match='batch_size is 0'):
+    model.predict(['river'], batch_size=0)
+  assert len(model.predict(text for text in ('river', 'mill'))) == 2
 
 
 def test_texts_and_pairs_at_once_are_refused(models):

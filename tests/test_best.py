@@ -44,6 +44,17 @@ def test_higher_is_better_but_for_a_loss_and_undefined_is_worst(metric, score, t
   assert best.is_better(metric, score, than) is better
 
 
+def test_what_a_run_without_checkpoint_left_is_forgotten(tmp_path):
+  """Else another configuration in the same workdir would end with the old run's model."""
+  kept = keeper(tmp_path)
+  kept.forget()  # nothing there
+  judge(kept, (10, 0.9))
+  keeper(tmp_path).forget()
+  assert best.find(tmp_path) is None
+  judge(kept, (10, 0.3))
+  assert best.read(tmp_path)['scores']['accuracy'] == 0.3
+
+
 def test_the_best_is_kept_with_its_scores_and_its_tokenizer(tmp_path):
   kept = keeper(tmp_path, learned=lambda scores: {'null_threshold': scores['accuracy'] - 1})
   assert best.read(tmp_path) is None and best.find(tmp_path) is None

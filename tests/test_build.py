@@ -324,6 +324,45 @@ def test_the_command_says_what_is_wrong_without_a_traceback(tmp_path, vocabulary
   assert '--scratch' in capsys.readouterr().err
 
 
+def test_an_output_that_is_a_file_is_refused(tmp_path, vocabulary):
+  make_corpus(tmp_path / 'a.txt', 20)
+  with pytest.raises(build.BuildError, match='a.txt is a file; name a folder'):
+    run([tmp_path / 'a.txt'], vocabulary, tmp_path / 'a.txt')
+
+
+def test_a_build_that_finished_no_unit_leaves_nothing(tmp_path, vocabulary, caplog):
+  (tmp_path / 'a.txt').write_bytes(b'Bad \xff.\n')
+  for more in ({}, {'scratch': str(tmp_path / 'scratch')}):
+    with pytest.raises(corpus.CorpusError), caplog.at_level('INFO'):
+      run([tmp_path / 'a.txt'], vocabulary, tmp_path / 'out', **more)
+    assert os.listdir(tmp_path) == ['a.txt']
+  (tmp_path / 'a.txt').write_text('\n \n', encoding='utf-8')
+  with pytest.raises(build.BuildError, match='not one sentence'), caplog.at_level('INFO'):
+    run([tmp_path / 'a.txt'], vocabulary, tmp_path / 'out')
+  assert os.listdir(tmp_path) == ['a.txt'] and 'kept' not in caplog.text
+
+
+def test_a_build_that_failed_says_what_is_kept(tmp_path, vocabulary, caplog):
+  make_corpus(tmp_path / 'a.txt', 300)
+  with (tmp_path / 'a.txt').open('ab') as file:
+    file.write(b'\n\nBad \xff.\n')
+  with pytest.raises(corpus.CorpusError), caplog.at_level('INFO'):
+    run([tmp_path / 'a.txt'], vocabulary, tmp_path / 'out', unit_bytes=2000)
+  kept = len(list((tmp_path / 'out' / '.partial').glob('unit-??????')))
+  said = f'{kept} finished units are kept in {tmp_path / "out" / ".partial"}: the same command'
+  assert kept > 1 and said in caplog.text
+
+
+def test_half_a_surrogate_pair_is_counted(tmp_path, vocabulary, caplog):
+  (tmp_path / 'a.jsonl').write_text('{"text": "The river \\ud800 runs."}\n', encoding='utf-8')
+  with pytest.raises(corpus.CorpusError, match='a.jsonl, line 1: .*surrogate'):
+    run([tmp_path / 'a.jsonl'], vocabulary, tmp_path / 'out', read={'format': 'jsonl'})
+  read = {'format': 'jsonl', 'encoding_errors': 'ignore'}
+  manifest = run([tmp_path / 'a.jsonl'], vocabulary, tmp_path / 'out', read=read)
+  assert manifest.encoding == {'policy': 'ignore', 'bad_lines': 1}
+  assert manifest.splits['train'].num_tokens == 4
+
+
 def test_a_second_build_in_the_same_folder_is_refused(tmp_path, vocabulary):
   make_corpus(tmp_path / 'a.txt', 20)
   (tmp_path / 'out' / '.partial').mkdir(parents=True)
@@ -430,11 +469,11 @@ def test_an_error_in_a_worker_reaches_the_parent(tmp_path, vocabulary):
   assert not (tmp_path / 'out' / 'manifest.json').exists()
 
 
-def start_build(tmp_path, vocabulary, output, workers):
+def start_build(tmp_path, vocabulary, output, workers, **more):
   return subprocess.Popen(
       command('--input', tmp_path / 'a.txt', '--tokenizer', vocabulary, '--output', output,
               '--num_workers', workers, '--unit_bytes', 20_000, '--format', 'sentences'),
-      stderr=subprocess.PIPE, text=True, encoding='utf-8',
+      stderr=subprocess.PIPE, text=True, encoding='utf-8', **more,
   )
 
 
@@ -474,6 +513,52 @@ def test_a_worker_that_dies_while_the_next_is_started_fails_the_build(
     monkeypatch.setattr(build.units.futures.ProcessPoolExecutor, 'submit', submit)
     with pytest.raises(build.BuildError, match='a worker process died'):
       run([tmp_path / 'a.txt'], vocabulary, tmp_path / 'out', num_workers=2, unit_bytes=2000)
+
+
+def interrupt(process):
+  """Ctrl-C in a terminal: the signal goes to the workers as well."""
+  os.killpg(process.pid, signal.SIGINT)
+  errors = process.communicate(timeout=120)[1]
+  assert process.returncode == 130
+  assert errors.endswith('interrupted\n') and 'Traceback' not in errors
+  return errors
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != 'linux', reason='finds the workers in /proc')
+@pytest.mark.parametrize('delay', [0.0, 0.05, 0.3])
+def test_an_interrupt_as_workers_start_is_one_line(tmp_path, vocabulary, delay):
+  make_corpus(tmp_path / 'a.txt', 2000)
+  process = start_build(tmp_path, vocabulary, tmp_path / 'out', 3, start_new_session=True)
+  while not children(process.pid):
+    time.sleep(0.005)
+  time.sleep(delay)
+  interrupt(process)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != 'linux', reason='finds the workers in /proc')
+def test_an_interrupt_at_work_says_what_is_waited_for(tmp_path, vocabulary):
+  make_corpus(tmp_path / 'a.txt', 40_000)
+  process = start_build(tmp_path, vocabulary, tmp_path / 'out', 2, start_new_session=True)
+  while not list((tmp_path / 'out').glob('.partial/unit-??????')):
+    time.sleep(0.01)
+  errors = interrupt(process)
+  assert errors.count('finishing the units at work ...') == 1
+  assert 'finished unit' in errors and 'the same command goes on with' in errors
+
+
+def test_an_interrupt_is_held_back_until_workers_are_started():
+  before = signal.getsignal(signal.SIGINT)
+  done = []
+  with pytest.raises(KeyboardInterrupt), build.units._hold_interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    code = 'import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))'
+    child = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    done.append(child.stdout)
+  assert done == ['True\n']
+  assert signal.getsignal(signal.SIGINT) is before
+  assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 @pytest.mark.slow

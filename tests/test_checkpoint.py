@@ -174,6 +174,29 @@ def test_saves_when_due_and_never_twice(tmp_path):
     assert not run.save(7, make_state(7), position(7), force=True)  # a signal right after resuming
 
 
+def test_a_ruined_step_goes_even_if_it_is_the_only_one(tmp_path):
+  """Else the same command would go on from it for ever."""
+  with open_run(tmp_path) as run:
+    run.save(5, make_state(5), position(5), force=True)
+    run.save(6, make_state(6), position(6), force=True)
+    run.discard(6)
+    assert run.latest() == 5
+    run.discard(5)
+    assert run.latest() is None
+    run.discard(5)  # gone already
+
+
+def test_a_second_run_is_kept_out_of_a_workdir_that_is_in_use(tmp_path):
+  (tmp_path / 'run').mkdir()
+  with open_run(tmp_path / 'run'):
+    with pytest.raises(CheckpointError, match='another run is at work'), open_run(tmp_path / 'run'):
+      pass
+    with open_run(tmp_path / 'other'):
+      pass
+  with open_run(tmp_path / 'run'):  # the first one is over
+    pass
+
+
 def test_donated_arrays_are_saved_as_they_were(tmp_path):
   """`save` returns with its own copy: the next step may overwrite the buffers at once."""
   overwrite = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 0 - 1, state),

@@ -68,6 +68,10 @@ def test_heads_are_new_the_loss_falls_and_it_goes_out_and_in_again(home, tmp_pat
   assert pretraining.run(settings_of(home, home / 'own/shards'), str(workdir)) == 0
   assert f'weights of {home / "encoder"} (step 0), a new schedule; newly initialised: ' \
          'masked_lm, next_sentence' in caplog.text
+  # What it began from may be gone when it is started again.
+  assert pretraining.run(small.changed(
+      settings_of(home, home / 'own/shards'), init_from=str(tmp_path / 'gone')), str(workdir)) == 0
+  assert 'Nothing to do' in caplog.text
   before, after = (small.records(workdir, 'heldout')[n]['masked_lm_loss'] for n in (0, -1))
   first = small.records(workdir, 'train')[0]['masked_lm_loss']
   assert after < before < first and after < first - 0.3

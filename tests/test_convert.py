@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 from golden import parity_transformers as models
 
-from bertjax import checkpoint
+from bertjax import checkpoint, heads
 from bertjax.convert import (
   export,
   google_tf,
@@ -192,6 +192,25 @@ def test_b124_bfloat16_out_and_in_again_is_bit_for_bit(tmp_path):
 
 def loaded(folder, **options):
   return import_checkpoint.load(f'hf:{folder}', **options)
+
+
+def test_facts_of_a_head_that_was_trained_anew_elsewhere_are_forgotten(tmp_path):
+  """Others keep the keys of config.json that they do not know, whatever becomes of the head."""
+  head = {'task': 'x', 'config': dataclasses.asdict(heads.HeadConfig('classification', 3))}
+  make(tmp_path / 'run', 'classification', head=head)
+  export.export(tmp_path / 'run', 'hf', tmp_path / 'hf')
+  assert loaded(tmp_path / 'hf').metadata['head']['task'] == 'x'
+  rewrite(tmp_path / 'hf', lambda tensors, config: config.update(
+      architectures=['BertForTokenClassification']))
+  assert loaded(tmp_path / 'hf').metadata['head'] == {
+      'kind': 'tagging', 'labels': LABELS['classification']}
+
+
+def test_a_vocabulary_of_another_model_is_refused(tmp_path):
+  folder = exported(tmp_path)
+  (tmp_path / 'small.txt').write_bytes(models.vocabulary(12))
+  with pytest.raises(ConversionError, match='140 rows, and the vocabulary 12 entries.*--vocab'):
+    loaded(folder, vocab=tmp_path / 'small.txt', lowercase=True)
 
 
 def test_sharded_weights_are_one_model(tmp_path):

@@ -272,6 +272,24 @@ def test_bad_json_lines_are_named(tmp_path, line, message):
     read(write(tmp_path / 'a.jsonl', '{"text": "A."}\n' + line + '\n'))
 
 
+LONE = '{"text": "One is \\ud800 here. Two."}\n{"text": "\\ud83d\\ude00 Three \\udc00\\udc00."}\n'
+
+
+def test_half_a_surrogate_pair_in_json_is_named(tmp_path):
+  path = write(tmp_path / 'a.jsonl', '{"text": "Good."}\n' + LONE)
+  where = r'a.jsonl, line 2: \\ud800 is half of a surrogate pair.*--encoding_errors replace'
+  with pytest.raises(corpus.CorpusError, match=where):
+    read(path)
+
+
+@pytest.mark.parametrize(('policy', 'mark'), [('replace', '\ufffd'), ('ignore', '')])
+def test_half_a_surrogate_pair_in_json_is_treated_as_a_bad_byte(tmp_path, policy, mark):
+  stats = corpus.ReadStats()
+  documents = read(write(tmp_path / 'a.jsonl', LONE), stats=stats, encoding_errors=policy)
+  assert documents == [[f'One is {mark} here.', 'Two.'], [f'\U0001f600 Three {mark}{mark}.']]
+  assert stats.bad_lines == 2
+
+
 def test_text_field_is_chosen(tmp_path):
   path = write(tmp_path / 'a.jsonl', '{"body": "One is. Two is."}\n')
   assert read(path, text_field='body') == [['One is.', 'Two is.']]
@@ -327,6 +345,16 @@ def test_inputs_that_do_not_exist_are_named(tmp_path):
     corpus.inspect('tfds::', corpus.ReadSettings())
   with pytest.raises(corpus.CorpusError, match='none of auto, sentences'):
     corpus.ReadSettings(format='xml')
+  with pytest.raises(corpus.CorpusError, match="'bogus' is none of strict, replace, ignore"):
+    corpus.ReadSettings(encoding_errors='bogus')
+
+
+def test_a_language_is_a_code():
+  for language in ('en', 'zh', 'deu', 'be-tarask'):
+    corpus.ReadSettings(language=language)
+  for language in ('English', 'EN', '', 'en '):
+    with pytest.raises(corpus.CorpusError, match=f"language '{language}' is not a code"):
+      corpus.ReadSettings(language=language)
 
 
 def test_iter_text_gives_sentences_in_order_and_refuses_nothing(tmp_path):

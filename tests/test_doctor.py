@@ -194,6 +194,32 @@ def test_many_epochs_are_warned_about(good, config):
   assert not any('epochs' in text for text in problems(good, config(), level='warning'))
 
 
+def test_the_changes_of_the_command_line_count(good, config, capsys):
+  command = ['--data', str(good), '--config', config(), '--num_examples', '300']
+  assert doctor.main([*command, '--config.phases[0].seq_length=65']) == 1
+  assert 'model.max_position_embeddings is 64' in capsys.readouterr().out
+  assert doctor.main([*command, '--config.nope=1']) == 1
+  assert 'nope' in capsys.readouterr().out
+  with pytest.raises(SystemExit):
+    doctor.main(['--data', str(good), '--config.phases[0].seq_length=65'])
+  with pytest.raises(SystemExit):
+    doctor.main([*command[:-1], '0'])
+
+
+def test_an_argument_that_the_file_does_not_take(good, config):
+  assert any('get_config' in text for text in problems(good, f'{config()}:fast'))
+
+
+def test_several_folders_with_commas(good, capsys):
+  assert doctor.main(['--data', f'{good},{good}', '--num_examples', '50']) == 0
+  assert capsys.readouterr().out.count('all files are those') == 2
+
+
+def test_a_held_out_split_without_pairs_is_warned_about(make_data):
+  data = make_data([*random_documents(11)], heldout=0.1)
+  assert any('held-out documents: ' in text for text in problems(data, level='warning'))
+
+
 def test_missing_configuration_is_named(good, tmp_path):
   assert any('no configuration file' in text for text in problems(good, 'nowhere.py'))
   empty = tmp_path / 'empty.py'

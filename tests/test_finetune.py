@@ -11,7 +11,8 @@ import small_checkpoint as small
 
 from bertjax import checkpoint, errors, train
 from bertjax.convert import import_checkpoint
-from bertjax.finetune import glue, sweep
+from bertjax.finetune import glue, job, sweep
+from bertjax.finetune.task import Task
 from configs.finetune import glue as recipe
 
 ENTAILMENT = ('not_entailment', 'entailment')
@@ -390,7 +391,7 @@ def test_seeds_and_rates_end_in_a_table(home, tmp_path, capsys):
   results = json.loads((tmp_path / 'run/results.json').read_text(encoding='utf-8'))
   assert [(row['learning_rate'], row['seed']) for row in results] == [
       (5e-3, 0), (5e-3, 1), (1e-9, 0), (1e-9, 1)]
-  title, header, high, low = capsys.readouterr().out.splitlines()[-4:]
+  *_, title, header, high, low, best_run = capsys.readouterr().out.splitlines()
   assert 'RTE: accuracy' in title and 'knows nothing' in title
   assert header.split() == ['learning', 'rate', 'runs', 'failed', 'median', 'best', 'worst',
                             'deviation']
@@ -401,7 +402,14 @@ def test_seeds_and_rates_end_in_a_table(home, tmp_path, capsys):
   assert not np.array_equal(*(checkpoint.restore_params(tmp_path / f'run/lr0.005_seed{seed}/best')[
       'classifier']['kernel'] for seed in (0, 1)))
   assert glue.fine_tune(config, str(tmp_path / 'run')) == 0  # nothing to do, the same table
-  assert capsys.readouterr().out.splitlines()[-4:] == [title, header, high, low]
+  assert capsys.readouterr().out.splitlines()[-5:] == [title, header, high, low, best_run]
+  # The same command predicts with the best of the runs.
+  assert glue.fine_tune(small.changed(config, {'data.test': str(home / 'glue/RTE/test.tsv')},
+                                      mode='eval'), str(tmp_path / 'run')) == 0
+  top = max(results, key=lambda row: row['score'])
+  assert best_run == f'the best run: {tmp_path}/run/{top["folder"]}'
+  said = json.loads(capsys.readouterr().out.splitlines()[-1])
+  assert said['accuracy'] == pytest.approx(top['score'])
 
 
 def test_it_stops_early_and_the_same_command_has_nothing_to_do(home, tmp_path, log):
@@ -517,6 +525,24 @@ def test_settings_that_cannot_be_are_said_in_words(home, tmp_path, changes, want
   with pytest.raises(errors.EXPECTED, match=wanted):
     glue.fine_tune(small.changed(settings_of(home), changes), str(tmp_path / 'run'))
   assert not (tmp_path / 'run').exists()
+
+
+def test_a_head_of_another_task_with_the_same_labels_is_no_head_for_this_one(home, rte):
+  """QNLI and RTE name theirs alike; texts of one's own are for any head."""
+  origin = job.open_origin(str(rte))
+  labels = tuple(origin.head['labels'])
+  task = lambda name: Task(name, 'classification', labels, 'accuracy', None, ())
+  assert job.same_head(origin, task('RTE')) and job.same_head(origin, task('custom'))
+  assert not job.same_head(origin, task('QNLI'))
+  unnamed = origin._replace(metadata={'head': {
+      'kind': 'classification', 'labels': origin.head['labels']}})
+  assert job.same_head(unnamed, task('QNLI'))  # imported: nobody says what it is
+
+
+def test_another_origin_on_resume_is_not_looked_at_and_said(home, rte, log):
+  config = small.changed(settings_of(home), init_from=str(rte))
+  assert glue.fine_tune(config, str(rte)) == 0
+  assert f'This workdir began from {home}/encoder; init_from={rte} is not looked at' in log.text
 
 
 def test_a_head_of_another_task_is_refused_in_predicting(home, rte, tmp_path):

@@ -143,6 +143,15 @@ def test_killed_and_stopped_at_any_moment_it_ends_bit_for_bit_the_same(home, who
   assert outcome(tmp_path) == outcome(whole)
 
 
+def test_a_wrong_argument_behind_the_file_is_said_in_words(tmp_path):
+  done = subprocess.run(
+      [sys.executable, '-m', 'bertjax.finetune.glue', '--config=configs/finetune/glue.py:rte',
+       f'--workdir={tmp_path}/run'],
+      cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+  assert done.returncode == 2 and 'write task=VALUE' in done.stderr, done.stderr
+  assert 'Traceback' not in done.stderr and not (tmp_path / 'run').exists()
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_same_as_one(home, whole, tmp_path):
   for name in ('one', 'two'):

@@ -243,7 +243,6 @@ def test_tags_without_labels_are_not_scored(home, tags):
     ('train', b'\x00\x01\x02', r'bad.conll: line 1'),
     ('train', b'anna B-PER\nsmith\n', r'bad.conll: line 2: 1 columns'),
     ('train', b'anna B-PER\nsmith PER\n', r"bad.conll: line 2: tag 'PER'"),
-    ('dev', b'anna B-PER\nsmith B-ORG\n', r"bad.conll: line 2: tag 'B-ORG' is not among"),
 ])
 def test_hostile_tags_are_refused_and_leave_nothing(home, tmp_path, which, content, wanted):
   (tmp_path / 'bad.conll').write_bytes(content)
@@ -252,6 +251,19 @@ def test_hostile_tags_are_refused_and_leave_nothing(home, tmp_path, which, conte
   with pytest.raises(errors.EXPECTED, match=wanted):
     tagging.fine_tune(config, str(tmp_path / 'run'))
   assert not (tmp_path / 'run').exists()
+
+
+def test_a_tag_that_training_lacks_counts_as_missed_and_does_not_stop_predicting(
+    home, tags, tmp_path, caplog, capsys):
+  config, workdir = tags
+  (tmp_path / 'new.conll').write_text('anna B-PER\n\nsmith B-NEW\n', encoding='utf-8')
+  changes = {'data.dev': str(tmp_path / 'new.conll'), 'data.test': str(tmp_path / 'new.conll')}
+  assert tagging.fine_tune(small.changed(config, changes, mode='eval'), str(workdir)) == 0
+  assert json.loads(capsys.readouterr().out.splitlines()[-1])['recall'] <= 0.5
+  assert "new.conll: line 3: tag 'B-NEW' is not among the labels" in caplog.text
+  assert tagging.fine_tune(small.changed(config, changes, mode='predict'), str(workdir)) == 0
+  lines = (workdir / 'predictions/new.conll').read_text(encoding='utf-8').split('\n')
+  assert [line.split('\t')[:2] for line in lines if line] == [['anna', 'B-PER'], ['smith', 'B-NEW']]
 
 
 def test_a_head_of_another_task_is_refused_in_predicting(home, choices, tags):

@@ -216,6 +216,8 @@ def test_hostile_files_are_refused_and_leave_nothing(home, tmp_path, make, wante
 def test_versions_and_settings_that_cannot_be(home, first, second, tmp_path):
   with pytest.raises(errors.EXPECTED, match='version=2'):
     squad.fine_tune(settings_of(home, 1, train=home / 'train2.json'), str(tmp_path / 'run'))
+  with pytest.raises(errors.EXPECTED, match=r'set data.version=2 .now 1'):
+    squad.fine_tune(small.changed(second[0], {'data.version': 1}, mode='predict'), str(second[1]))
   with pytest.raises(errors.EXPECTED, match=r'data.version is 3'):
     squad.fine_tune(settings_of(home, 3), str(tmp_path / 'run'))
   with pytest.raises(errors.EXPECTED, match='stride'):

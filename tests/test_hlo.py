@@ -109,6 +109,15 @@ def test_convolutions_that_are_products_count_as_products(window, lhs, rhs, out,
   assert hlo.analyse(text).matmul_flops == flops
 
 
+def test_a_kernel_of_cudnn_goes_by_its_target():
+  text = '''ENTRY %main (q: bf16[2,8,4,16]) -> (bf16[2,4,8,16], u8[0]) {
+  %q = bf16[2,8,4,16] parameter(0)
+  ROOT %a.3 = (bf16[2,4,8,16], u8[0]) custom-call(%q), custom_call_target="__cudnn$fmhaSoftmax"
+}
+'''
+  assert hlo.analyse(text).kernels == {hlo.Kernel('__cudnn$fmhaSoftmax', ((2, 8, 4, 16),)): 1}
+
+
 def test_what_is_no_program_is_refused():
   with pytest.raises(hlo.HloError, match='ENTRY'):
     hlo.parse('HloModule jit_step')

@@ -120,7 +120,7 @@ def test_a_dry_run_prints_the_commands_and_runs_none(cloud, script):
   done = cloud.run(script, '--dry-run', *DRY_RUNS[script])
   assert done.returncode == 0, done.stderr
   assert not cloud.calls()
-  assert {'gke': 'kubectl apply', 'gpu_check': 'bench_step --size large'}.get(
+  assert {'gke': 'kubectl apply', 'gpu_check': 'bench --config=configs/large.py'}.get(
       script.removesuffix('.sh').removesuffix('_jobset'), 'gcloud compute') in done.stdout
 
 
@@ -154,6 +154,45 @@ def test_b131_a_failing_gcloud_is_passed_on(cloud, script):
   cloud.answer({'': ['!7 no quota']})
   done = cloud.run(script, *DRY_RUNS[script])
   assert done.returncode == 7 and 'no quota' in done.stderr
+
+
+def test_the_gpu_check_goes_on_after_what_fails_and_ends_in_time(cloud):
+  for name in ('python', 'nvidia-smi'):
+    shutil.copy(cloud.home / 'gcloud', cloud.home / name)
+  cloud.answer({'large.py --batch_size=32': ['!3 no memory']})
+  check = ['--python', str(cloud.home / 'python'), '--output', str(cloud.home / 'out')]
+  done = cloud.run('gpu_check.sh', *check, '--data=shards')
+  assert done.returncode == 1 and 'no memory' in done.stderr and 'Exit code 3' in done.stderr
+  assert len(cloud.calls('pytest')) == 1 and not cloud.calls('pip')
+  sizes = [(call[2], call[4], call[5]) for call in cloud.calls('bertjax.tools.bench')]
+  assert sizes == [
+      (f'--config=configs/{name}.py', f'--batch_size={rows}', f'--seq_length={length}')
+      for name, rows, length in (
+          ('base', 64, 512), ('large', 32, 512), ('base', 256, 128), ('large', 128, 128))]
+  cloud.answer({})
+  assert cloud.run('gpu_check.sh', *check, '--install', '--tokens=4096').returncode == 0
+  assert cloud.calls('pip', '.[cuda,test]')
+  assert len(cloud.calls('builtin:docs')) == 2  # tokenizer and shards
+  before = len(cloud.calls())
+  late = cloud.run('gpu_check.sh', *check, '--seconds=0')
+  assert late.returncode == 1 and late.stderr.count('No time left') == 8
+  assert len(cloud.calls()) == before
+
+
+@pytest.mark.filterwarnings('ignore:the load_module:DeprecationWarning')  # of ml_collections
+def test_the_gpu_check_asks_bench_for_what_there_is(cloud):
+  """Every bench command of the dry run is one that bench reads."""
+  from bertjax.tools import bench
+
+  shown = cloud.run('gpu_check.sh', '--dry-run').stdout
+  commands = [line.split()[5:] for line in shown.splitlines() if 'bertjax.tools.bench' in line]
+  for command in commands:
+    args, rest = bench.parser().parse_known_args(command)
+    assert rest == ['--config.max_examples_per_row=8']
+    values = bench.read_config(str(LAUNCH.parent / args.config), args.phase, args.data)
+    asked = bench.variants(bench.changed(values, 'remat', args.remat), args.compare)
+    assert {one['model']['attention'] for one in asked.values()} == {'xla', 'cudnn'}
+  assert len(commands) == 4
 
 
 def watch(cloud, *more, **answers) -> subprocess.CompletedProcess:

@@ -246,6 +246,17 @@ def test_resume_cuts_what_lies_beyond(tmp_path):
   assert list((resumed / 'tensorboard').glob('events*'))
 
 
+def test_a_resume_keeps_the_alarms_of_its_step(tmp_path):
+  """What led to them came before; the window that they judged does not come again."""
+  file = tmp_path / 'metrics.jsonl'
+  lines = [{'split': name, 'step': step}
+           for step in (4, 5, 6) for name in ('train', 'alarm', 'dev')]
+  file.write_text(''.join(json.dumps(line) + '\n' for line in lines), encoding='utf-8')
+  metrics.JsonLines(file, restored_step=5)
+  assert [(r['step'], r['split']) for r in records(tmp_path)] == [
+      (4, 'train'), (4, 'alarm'), (4, 'dev'), (5, 'train'), (5, 'alarm')]
+
+
 @pytest.mark.parametrize('tail', [
     '{"split": "train", "step": 9, "lo', '\0\0\0\0', '{"split": "train"}\n', '[1]\n', '"x"',
 ])

@@ -497,3 +497,97 @@ def test_impossible_ways_to_freeze_are_refused(change, message):
 def test_more_frozen_layers_than_there_are_are_refused():
   with pytest.raises(ValueError, match='freeze_layers is 4, but there are 3 layers'):
     optim.make(dataclasses.replace(PLAIN, freeze_layers=4), layered_params())
+
+
+# --- Moments in bfloat16 --------------------------------------------------------------------------
+
+
+GOOGLE_BERT = optim.OptimizerSettings()
+
+
+def narrow(settings):
+  return dataclasses.replace(settings, moments_dtype='bfloat16')
+
+
+@pytest.mark.parametrize('name', ['adamw', 'lamb'])
+@pytest.mark.parametrize('bias_correction', [False, True])
+def test_a_run_with_narrow_moments_ends_where_one_with_wide_ones_does(name, bias_correction):
+  """Noisy descent on a bowl: how far the two are apart, against how far both went."""
+  settings = optim.OptimizerSettings(
+      name=name, learning_rate=0.02, warmup_steps=20, num_steps=400, decay_exclude=(),
+      bias_correction=bias_correction)
+
+  def run(settings):
+    params = {'kernel': jax.random.normal(jax.random.key(0), (16, 16))}
+    tx = optim.make(settings, params)
+
+    def one(carry, key):
+      params, state = carry
+      noise = 0.3 * jax.random.normal(key, (16, 16))
+      updates, state = tx.update({'kernel': 2 * (params['kernel'] - 0.5) + noise}, state, params)
+      return (optax.apply_updates(params, updates), state), None
+
+    keys = jax.random.split(jax.random.key(1), 400)
+    (after, state), _ = jax.jit(lambda: jax.lax.scan(one, (params, tx.init(params)), keys))()
+    return params['kernel'], after['kernel'], state
+
+  start, wide, _ = run(settings)
+  _, narrowed, state = run(narrow(settings))
+  assert state[1].mu['kernel'].dtype == state[1].nu['kernel'].dtype == jnp.bfloat16
+  assert state[1].count.dtype == jnp.int32
+  length = lambda x: float(jnp.linalg.norm(x))
+  assert 0 < length(narrowed - wide) < 0.02 * length(wide - start)
+
+
+def test_a_narrow_second_moment_decays_where_rounding_to_the_nearest_would_hold_it():
+  """Gradients of 3 for 1,000 steps, then of 1 for 5,000: the mean square comes down to 1."""
+  params = {'kernel': jnp.zeros((50, 40))}
+  tx = optim.make(narrow(dataclasses.replace(GOOGLE, decay_exclude=(), clip_norm=0.0)), params)
+
+  def one(state, size):
+    grads = {'kernel': jnp.full((50, 40), size)}
+    wide = 0.999 * state.nu['kernel'].astype(jnp.float32) + 0.001 * size**2
+    stuck = wide.astype(jnp.bfloat16) == state.nu['kernel']
+    _, state = tx.update(grads, (optax.EmptyState(), state, *rest), params)
+    return state[1], stuck.mean()
+
+  _, adam, *rest = tx.init(params)
+  sizes = jnp.where(jnp.arange(6000) < 1000, 3.0, 1.0)
+  adam, stuck = jax.jit(lambda: jax.lax.scan(one, adam, sizes))()
+  nu = adam.nu['kernel'].astype(jnp.float32)
+  exact = 1 + (9 * (1 - 0.999**1000) - 1) * 0.999**5000
+  assert float(nu.mean()) == pytest.approx(exact, rel=0.01)
+  assert float(nu.std()) < 0.08 and float(jnp.sqrt(nu).std()) < 0.04
+  assert float(stuck[-1000:].mean()) > 0.99  # to the nearest, hardly one would have moved
+
+
+def test_rounding_by_chance_is_right_on_average_and_takes_a_neighbour():
+  x = jnp.full((64, 64, 4), 1 + 1 / 512)  # between 1 and 1 + 1/128
+  rounded = optim.round_by_chance(x, jnp.uint32(5))
+  assert rounded.dtype == jnp.bfloat16
+  rounded = np.asarray(rounded, np.float32)
+  assert set(np.unique(rounded)) == {1.0, 1 + 1 / 128}
+  assert (rounded > 1).mean() == pytest.approx(0.25, abs=0.02)
+  assert (rounded[0] != rounded[1]).any() and (rounded[:, 0] != rounded[:, 1]).any()
+  other = np.asarray(optim.round_by_chance(x, jnp.uint32(6)), np.float32)
+  assert 0.3 < (rounded != other).mean() < 0.45  # 2 * 1/4 * 3/4, were they independent
+  exact = jnp.asarray([0.0, 1.0, 0.5, jnp.inf])
+  np.testing.assert_array_equal(optim.round_by_chance(exact, jnp.uint32(1)), exact)
+  assert jnp.isnan(optim.round_by_chance(jnp.asarray([jnp.nan]), jnp.uint32(1))).all()
+
+
+def test_narrow_moments_change_neither_the_structure_nor_the_paths_of_a_state():
+  params = bert_params()
+  wide, narrowed = (jax.eval_shape(optim.make(settings, params).init, params)
+                    for settings in (GOOGLE_BERT, narrow(GOOGLE_BERT)))
+  assert jax.tree.structure(wide) == jax.tree.structure(narrowed)
+  half = lambda leaf: leaf.size * leaf.dtype.itemsize
+  assert sum(map(half, jax.tree.leaves(wide[1][1:]))) == 2 * sum(
+      map(half, jax.tree.leaves(narrowed[1][1:])))
+  restarted = optim.restart(optim.make(narrow(GOOGLE_BERT), params).init(params), moments=True)
+  assert {leaf.dtype for leaf in jax.tree.leaves(restarted[1].nu)} == {jnp.dtype('bfloat16')}
+
+
+def test_another_type_of_moments_is_refused():
+  with pytest.raises(ValueError, match="moments_dtype is 'float16'"):
+    optim.OptimizerSettings(moments_dtype='float16')

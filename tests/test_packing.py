@@ -6,11 +6,11 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_corpora import TinyVocabulary, random_documents
+from small_corpora import TinyVocabulary, make_split, random_documents
 from test_pretrain import same, stream_of
 
 from bertjax import heads, losses, objectives, state
-from bertjax.data import packing, pipeline
+from bertjax.data import epochs, hashing, packing, pipeline, pretrain
 from bertjax.model import BertConfig
 
 DOCUMENTS = random_documents(3, 60)
@@ -129,20 +129,89 @@ def test_hosts_read_disjoint_rows_that_make_up_the_batch():
   same(whole[1], next(pipeline.batches(packed, 8, 4, 1)))  # a resume is a seek
 
 
-def test_what_a_block_has_no_rows_for_goes_into_the_next():
+def rows_of(packed, blocks):
+  return [packed.row_examples(row) for row in range(blocks * packed.rows_per_block)]
+
+
+@pytest.mark.parametrize('fewer', [1, 2])
+def test_what_a_block_has_no_rows_for_goes_into_those_behind_it(fewer):
   packed = packed_of()
   needed = [len(packed._pack_block(block)[0]) for block in range(6)]
-  packed.rows_per_block = max(needed) - 1  # too few for some blocks
-  moved = sum(bool(packed._own(block).left_over) for block in range(5))
-  assert moved
-  numbers = [number for row in range(6 * packed.rows_per_block)
-             for number in packed.row_examples(row)]
-  last = set(packed._own(5).left_over)
-  assert sorted(numbers) == [n for n in range(6 * packing.BLOCK_EXAMPLES) if n not in last]
-  for row in range(6 * packed.rows_per_block):
-    contents = np.array(packed.row_examples(row), np.int64)
-    assert len(contents) <= packed.max_examples
-    assert packed.examples.lengths(contents).sum() <= packed.examples.settings.seq_length
+  packed.rows_per_block = max(needed) - fewer  # too few for some blocks
+  assert any(packed._own(block).left_over for block in range(6))
+  contents = rows_of(packed, 6 + packing.REACH)
+  numbers = [number for content in contents for number in content]
+  assert len(set(numbers)) == len(numbers)
+  first = range(6 * packing.BLOCK_EXAMPLES)
+  assert sorted(n for n in numbers if n in first) == list(first)
+  for content in contents:
+    assert len(content) <= packed.max_examples
+    lengths = packed.examples.lengths(np.array(content, np.int64))
+    assert lengths.sum() <= packed.examples.settings.seq_length
+
+
+def test_a_full_block_is_passed_over():
+  """Block 0 leaves over, block 1 is full to the brim, block 2 has room."""
+  packed = packed_of(max_examples=1)
+  own = {0: packing.Plan([[0], [1]], [2, 3]), 1: packing.Plan([[4], [5]], [6]),
+         2: packing.Plan([[7], []], []), 3: packing.Plan([[], []], [])}
+  packed._own = lambda block: own.get(block, packing.Plan([[], []], []))
+  packed.rows_per_block = 2
+  found = [sorted(number for row in packed._plan(block) for number in row) for block in range(4)]
+  assert found == [[0, 1], [4, 5], [6, 7], [2, 3]]  # the nearer block comes first
+
+
+@pytest.mark.parametrize('most', [1, 2, 4])
+def test_what_finds_no_room_is_left_out_and_counted(most, caplog):
+  """Too few rows in every block: a run goes on with what there is room for."""
+  packed, fresh = packed_of(most), packed_of(most)
+  packed.rows_per_block = fresh.rows_per_block = packed.rows_per_block * 3 // 4
+  with caplog.at_level('WARNING'):
+    contents = rows_of(packed, 3 + packing.REACH)
+  numbers = [number for content in contents for number in content]
+  assert len(set(numbers)) == len(numbers)  # none twice
+  missing = set(range(3 * packing.BLOCK_EXAMPLES)) - set(numbers)
+  said = [record.args for record in caplog.records if 'has room' in record.message]
+  assert {block: count for _, block, count, _ in said} == {
+      block: sum(n // packing.BLOCK_EXAMPLES == block for n in missing) for block in range(3)}
+  assert len(said) == 3  # once a block
+  for row in range(len(contents))[::-7]:
+    assert fresh.row_examples(row) == contents[row]  # whatever was asked before
+  packed.batch(np.arange(len(contents)))
+
+
+def test_windows_that_are_alike_have_the_rows_of_the_first():
+  assert packing._rows_for([[1000, 1010]]) == 1015
+  assert packing._rows_for([[1000, 1010], [1004, 1016], [995, 1000]]) == 1015
+
+
+def test_windows_that_differ_have_more_rows_than_any_needs():
+  rows = packing._rows_for([[800, 810], [1200, 1230], [1000, 1010]])
+  assert 1230 < rows < 1700
+
+
+def two_kinds(seed):
+  """Long documents, then short ones, with epochs of two windows, all a 16th of the real sizes."""
+  documents = [[np.full(25, 10)] * 40] * 1250 + [[np.full(10, 11)] * 2] * 12500
+  stream = pretrain.ExampleStream(
+      make_split(documents), TinyVocabulary(), pretrain.PretrainSettings(seq_length=128, seed=seed))
+  seed_of_corpus = hashing.fold_int(seed, 0)
+  stream.samplers = [epochs.Epochs(stream._corpora[0], stream.rule, seed_of_corpus, 1024)]
+  stream.num_examples = stream.samplers[0].num_examples
+  return stream
+
+
+@pytest.mark.parametrize('seed', [2, 5])
+def test_a_corpus_of_two_kinds_loses_nothing(seed, monkeypatch):
+  monkeypatch.setattr(packing, 'BLOCK_EXAMPLES', 128)
+  monkeypatch.setattr(packing, '_WINDOW_EXAMPLES', 8 * 1024)
+  packed = packing.PackedStream(two_kinds(seed), 8)
+  blocks = packed.examples.num_examples // 128
+  needs = [len(packed._pack_block(block)[0]) for block in range(blocks)]
+  assert max(needs) > 1.2 * max(needs[:8])  # the first blocks do not tell
+  numbers = [number for content in rows_of(packed, blocks + packing.REACH) for number in content]
+  assert len(set(numbers)) == len(numbers)
+  assert set(range(128 * blocks)) < set(numbers)
 
 
 def test_lengths_are_those_of_the_examples():

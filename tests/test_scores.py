@@ -123,5 +123,5 @@ def test_majority():
       'accuracy': 0.75, 'f1': 0.0, 'matthews': 0.0}
   assert scores.majority('classification', ('accuracy',), np.array([2, 2, 1])) == {
       'accuracy': pytest.approx(2 / 3)}
-  assert scores.majority('regression', ('pearson',), np.array([1.0, 2.0])) == {'pearson': None}
+  assert scores.majority('regression', ('pearson',), np.array([1.0, 2.0])) == {'pearson': 0.0}
   assert scores.majority('multi_label', ('micro_f1',), LABELS)['micro_f1'] == pytest.approx(0.6)

@@ -142,3 +142,19 @@ def test_b059_a_longer_schedule_is_refused_and_a_new_phase_is_explicit():
   other.phases[1].seq_length = 256
   assert settings.differences(as_json(stored), as_json(other), 899_999) == []
   assert settings.differences(as_json(stored), as_json(other), 900_000) != []
+
+
+def test_a_run_that_is_over_may_be_given_another_phase():
+  values = config()
+  values.phases[1].learning_rate = 1e-4
+  stored = config()
+  stored.phases = stored.phases[:1]
+  end = stored.phases[0].num_steps
+  assert settings.differences(as_json(stored), as_json(values), end) == []
+  assert settings.differences(as_json(values), as_json(stored), end) != []  # its state has begun
+
+
+def test_no_two_phases_of_neighbouring_seeds_draw_alike():
+  seeds = [settings.from_config(config(seed=seed)).pretrain_settings(phase).seed
+           for seed in range(3) for phase in range(2)]
+  assert len(set(seeds)) == 6 and seeds[::2] == [0, 1, 2]

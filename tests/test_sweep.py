@@ -7,6 +7,7 @@ import pytest
 from etils import epath
 
 from bertjax import best
+from bertjax.alarms import NonFiniteError
 from bertjax.config import ConfigError
 from bertjax.data.examples import Examples
 from bertjax.finetune import sweep
@@ -63,6 +64,8 @@ def trained(monkeypatch):
     found = scores.get(folder.name, 0.5)
     if isinstance(found, int):
       return found
+    if found == 'diverged':
+      raise NonFiniteError('the loss is nan', 5)
     if found != 'none':
       stored = {'step': 7, 'metric': 'accuracy', 'scores': {'accuracy': found, 'loss': 1.0}}
       records[folder.name] = stored
@@ -93,13 +96,41 @@ def test_results_and_table_of_five_seeds(trained, tmp_path, capsys):
   assert folders == [f'lr2e-05_seed{seed}' for seed in range(5)]
   found = results(tmp_path)
   assert found[1] == {
-      'task': 'toy', 'seed': 1, 'learning_rate': 2e-5, 'metric': 'accuracy', 'step': 7,
-      'score': 0.6, 'baseline': 0.6, 'failed': True, 'scores': {'accuracy': 0.6, 'loss': 1.0}}
+      'task': 'toy', 'seed': 1, 'folder': 'lr2e-05_seed1', 'learning_rate': 2e-5,
+      'metric': 'accuracy', 'step': 7, 'score': 0.6, 'baseline': 0.6, 'failed': True,
+      'scores': {'accuracy': 0.6, 'loss': 1.0}}
   # A run at the majority rate has learned nothing, as one below it.
   assert [result['failed'] for result in found] == [False, True, False, False, True]
-  header, _, row = capsys.readouterr().out.splitlines()
+  header, _, row, last = capsys.readouterr().out.splitlines()
+  assert last == f'the best run: {tmp_path}/lr2e-05_seed0'
   assert 'toy: accuracy' in header and 'knows nothing: 0.6000' in header
   assert row.split() == ['2e-05', '5', '2', '0.7000', '0.9000', '0.5500', '0.1432']
+
+
+def test_a_run_that_diverges_is_a_failed_one_whatever_it_had_scored_before(
+    trained, tmp_path, capsys):
+  _, scores = trained
+  scores |= {'lr2e-05_seed0': 'diverged', 'lr2e-05_seed1': 0.7}
+  assert run(settings(seeds=(0, 1)), tmp_path) == 0
+  assert [(one['failed'], one['score']) for one in results(tmp_path)] == [
+      (True, None), (False, 0.7)]
+  assert capsys.readouterr().out.splitlines()[2].split()[:3] == ['2e-05', '2', '1']
+  scores |= {'lr2e-05_seed1': 'diverged'}
+  assert run(settings(seeds=(0, 1)), tmp_path) == 0
+  assert 'the best run: none' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(('metric', 'best_of'), [('accuracy', 'b'), ('loss', 'a')])
+def test_the_best_run_of_a_sweep(tmp_path, metric, best_of):
+  home = epath.Path(tmp_path)
+  assert sweep.best_run(home) is None
+  records = [{'folder': name, 'metric': metric, 'score': score}
+             for name, score in (('a', 0.2), ('b', 0.6), ('c', None))]
+  (tmp_path / 'results.json').write_text(json.dumps(records), encoding='utf-8')
+  assert sweep.best_run(home) == home / best_of
+  records = [{'folder': '', 'metric': metric, 'score': 0.5}]  # a single run, no sweep
+  (tmp_path / 'results.json').write_text(json.dumps(records), encoding='utf-8')
+  assert sweep.best_run(home) is None
 
 
 def test_one_run_has_results_but_no_table(trained, tmp_path, capsys):
@@ -123,7 +154,7 @@ def test_b106_a_run_whose_correlation_is_undefined_has_failed_and_is_counted(
   scores |= {'lr2e-05_seed0': None, 'lr2e-05_seed1': 0.8, 'lr2e-05_seed2': 0.6}
   assert run(settings(seeds=(0, 1, 2)), tmp_path, task(accuracy=None)) == 0
   assert [result['failed'] for result in results(tmp_path)] == [True, False, False]
-  header, _, row = capsys.readouterr().out.splitlines()
+  header, _, row, _ = capsys.readouterr().out.splitlines()
   assert 'knows nothing: none' in header
   assert row.split()[:5] == ['2e-05', '3', '1', '0.7000', '0.8000']
 
@@ -132,7 +163,7 @@ def test_a_rate_at_which_every_score_is_undefined_has_its_row(trained, tmp_path,
   _, scores = trained
   scores['lr0.1_seed0'] = None
   run(settings(learning_rates=(1e-5, 0.1)), tmp_path, task(accuracy=None))
-  rows = [row.split() for row in capsys.readouterr().out.splitlines()[2:]]
+  rows = [row.split() for row in capsys.readouterr().out.splitlines()[2:-1]]
   assert rows == [['1e-05', '1', '0', '0.5000', '0.5000', '0.5000', '0.0000'],
                   ['0.1', '1', '1', 'undefined']]
 
@@ -141,8 +172,9 @@ def test_without_dev_data_there_is_no_table(trained, tmp_path, capsys):
   _, scores = trained
   scores |= {'lr2e-05_seed0': 'none', 'lr2e-05_seed1': 'none'}
   assert run(settings(seeds=(0, 1)), tmp_path) == 0
-  assert results(tmp_path)[0] == {'task': 'toy', 'seed': 0, 'learning_rate': 2e-5}
-  assert capsys.readouterr().out == '2 runs, and nothing was evaluated\n'
+  assert results(tmp_path)[0] == {
+      'task': 'toy', 'seed': 0, 'folder': 'lr2e-05_seed0', 'learning_rate': 2e-5}
+  assert capsys.readouterr().out == '2 runs, and nothing was evaluated\nthe best run: none\n'
 
 
 def test_of_losses_the_lowest_is_the_best():

@@ -209,7 +209,16 @@ def test_no_labels_no_targets(words):
 def test_unknown_tags_stop_with_file_and_line(words):
   sentences = make([['cat'], ['sits', 'on']], [['O'], ['O', 'B-NEW']])
   with pytest.raises(TaggingError, match=r"made: line 4: tag 'B-NEW' is not among the labels"):
-    tagging.encode(sentences, words, ['O', 'B-X'], 16)
+    tagging.encode(sentences, words, ['O', 'B-X'], 16, training=True)
+
+
+def test_unknown_tags_of_dev_are_left_out_of_the_loss_and_said(words, caplog):
+  sentences = make([['cat'], ['sits', 'on']], [['O'], ['O', 'B-NEW']])
+  windows = tagging.encode(sentences, words, ['O', 'B-X'], 16)
+  assert "line 4: tag 'B-NEW' is not among the labels" in caplog.text
+  weights = [row.tolist() for row in windows.examples.tokens['label_weights']]
+  assert [sum(row) for row in weights] == [1, 1]
+  assert all((row >= 0).all() for row in windows.examples.tokens['labels'])
 
 
 @pytest.mark.parametrize('max_length, stride', [(2, None), (0, None), (8, 7), (8, 0)])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -120,13 +121,13 @@ class TestLoadErrors:
   def test_nothing_there(self, tmp_path):
     with pytest.raises(TokenizerError, match='no such file or folder'):
       load(tmp_path / 'absent')
-    with pytest.raises(TokenizerError, match='neither vocab.txt or spiece.model'):
+    with pytest.raises(TokenizerError, match='neither vocab.txt nor spiece.model'):
       load(tmp_path)
 
   def test_both_there(self, tmp_path):
     vocabulary(tmp_path, ['a'])
     (tmp_path / 'spiece.model').write_bytes(b'x')
-    with pytest.raises(TokenizerError, match='both vocab.txt or spiece.model'):
+    with pytest.raises(TokenizerError, match='both vocab.txt and spiece.model'):
       load(tmp_path)
     assert load(tmp_path / 'vocab.txt').vocab_size == 6
 
@@ -150,6 +151,21 @@ def run(*arguments, stdin=b'', **environment):
     [sys.executable, '-m', 'bertjax.data.tokenizer', *map(str, arguments)],
     input=stdin, capture_output=True, env={**os.environ, **environment}, check=False,
   )  # fmt: skip
+
+
+ENDLESS = """
+import runpy, time
+from bertjax.data import corpus
+
+def iter_text(*args):
+  yield 'the river'
+  print('reading', flush=True)
+  time.sleep(1000)
+  yield 'the mill'
+
+corpus.iter_text = iter_text
+runpy.run_module('bertjax.data.tokenizer', run_name='__main__')
+"""
 
 
 @pytest.fixture
@@ -216,6 +232,47 @@ class TestCommandLine:
       main(['train', '--output', 'out'])
     assert exit_info.value.code == 2
     assert '--input' in capsys.readouterr().err
+
+  @pytest.mark.parametrize('kinds', [
+    ('wordpiece', 'wordpiece'), ('wordpiece', 'sentencepiece'), ('sentencepiece', 'wordpiece'),
+  ])  # fmt: skip
+  def test_a_tokenizer_is_only_replaced_when_asked(self, kinds, tmp_path, text_file, capsys):
+    folder = tmp_path / 'tok'
+    command = ['train', '--input', str(text_file), '--vocab_size', '90', '--output', str(folder)]
+    assert main([*command, '--type', kinds[0]]) == 0
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / 'notes').write_text('of the user', encoding='utf-8')
+    again = [*command, '--type', kinds[1], '--keep_accents']
+    capsys.readouterr()
+    assert main(again) == 2
+    error = capsys.readouterr().err
+    assert 'holds a tokenizer already' in error and '--overwrite' in error
+    assert before.items() <= {path.name: path.read_bytes() for path in folder.iterdir()}.items()
+    assert main([*again, '--overwrite']) == 0
+    assert load(folder).type == kinds[1]
+    assert load(folder).switches['strip_accents'] is False
+    assert len(list(folder.iterdir())) == 3  # with the notes
+
+  def test_an_output_that_is_a_file_is_refused_before_training(
+    self, tmp_path, text_file, capsys, monkeypatch
+  ):
+    monkeypatch.setattr(tokenizer_module, 'train', None)
+    for output in (text_file, text_file / 'tok'):
+      assert main(['train', '--input', str(text_file), '--output', str(output)]) == 2
+      assert f'{text_file} is a file; name a folder' in capsys.readouterr().err
+
+  def test_an_interrupt_is_one_line(self, kind, tmp_path):
+    """Also while a trainer in another language is at work, which does not hear it."""
+    process = subprocess.Popen(
+      [sys.executable, '-c', ENDLESS, 'train', '--input', 'x', '--type', kind, '--output',
+       str(tmp_path / 'tok')],
+      stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding='utf-8',
+    )  # fmt: skip
+    assert process.stdout.readline() == 'reading\n'
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert (process.returncode, errors) == (130, 'interrupted\n')
+    assert not (tmp_path / 'tok').exists()
 
   def test_train_says_what_it_made(self, kind, tmp_path, text_file, capsys):
     folder = tmp_path / 'tok'

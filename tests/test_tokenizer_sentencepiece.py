@@ -202,6 +202,18 @@ class TestTraining:
     assert max(len(part.encode()) for part in parts) <= limit
     assert ''.join(parts).replace(' ', '') == line.replace(' ', '')
 
+  @pytest.mark.parametrize('word', ['\U0001f600' * 1048, 'a' * 3000, 'a' * 4192])
+  def test_a_long_word_is_cut_only_where_it_must_be(self, word):
+    assert list(cut_line(f'{word} {"b " * 600}mill', 4192))[0].startswith(word)
+    assert word in list(cut_line(f'{"b " * 2000}{word}', 4192))
+
+  @pytest.mark.parametrize('letter', ['a', 'é', '中', '\U0001f600'])
+  def test_a_word_longer_than_a_line_is_cut_between_letters(self, letter):
+    parts = list(cut_line(f'the {letter * 9000} x', 4192))
+    assert all(parts) and max(len(part.encode()) for part in parts) <= 4192
+    assert parts[0] == 'the' and ''.join(parts[1:]).replace(' ', '') == letter * 9000 + 'x'
+    assert not any(' ' in part for part in parts[1:-1])
+
   def test_plain_words_when_it_cannot_be_done(self):
     with pytest.raises(TokenizerError, match='no text to train on'):
       train(['', ' \t'], 'sentencepiece', 100)

@@ -47,6 +47,15 @@ def sentences(draw: random.Random, count: int) -> list[str]:
   return made
 
 
+@pytest.fixture(scope='module', autouse=True)
+def _programs(tmp_path_factory):
+  """Programs are compiled once for all commands here; the first run of each is as a user's."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path_factory.mktemp('programs')))
+    patch.setenv('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
+    yield
+
+
 @pytest.fixture(scope='module')
 def home(tmp_path_factory) -> pathlib.Path:
   """A folder with text, a vocabulary, shards and a configuration."""
@@ -286,10 +295,20 @@ def test_b065_a_loss_that_is_not_finite_stops_the_run_and_the_last_checkpoint_is
   assert 0 < json.loads(done.stdout)['masked_lm_loss'] < 100
 
 
+def test_no_such_configuration_and_a_workdir_that_is_a_file(home, tmp_path):
+  done = run('bertjax.main', '--config=configs/nope.py', f'--workdir={tmp_path}/run')
+  assert done.returncode == 2 and 'nope.py' in done.stderr and 'Traceback' not in done.stderr
+  (tmp_path / 'file').write_text('x', encoding='utf-8')
+  done = train(home, tmp_path / 'file')
+  assert done.returncode == 2 and 'is a file' in done.stderr and 'Traceback' not in done.stderr
+
+
 @pytest.mark.parametrize('more, mend', [
     (['--config.data.path=nowhere'], 'nowhere'),
     (['--config.model.num_attention_heads=3'], 'try hidden_size 33'),
     (['--config.phases[0].num_steps=0'], 'must be at least 1'),
+    (['--config.phases[3].num_steps=3'], 'out of range'),
+    (['--config.nope=3'], 'nope'),
 ])
 def test_what_a_user_can_mend_is_said_in_words(home, tmp_path, more, mend):
   done = train(home, tmp_path, *more)

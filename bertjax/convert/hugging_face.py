@@ -66,7 +66,7 @@ def read(path: epath.PathLike, hidden_act: str | None = None) -> Source:
   return Source(
       path=str(file), folder=folder, style=names.HUGGING_FACE, config=config, tensors=tensors,
       kind=kind, labels=_labels(values, tensors, kind, folder / 'config.json'),
-      facts=dict(values.get(_TASK_FACTS) or {}), skipped=skipped)
+      facts=_facts(values, tensors, kind), skipped=skipped)
 
 
 def _check_supported(values: dict[str, Any], path: epath.Path):
@@ -152,6 +152,15 @@ def _kind(values: dict[str, Any], tensors: Tensors) -> str:
     return 'regression' if len(tensors['classifier.weight']) == 1 else 'classification'
   return 'pretraining' if any(name.startswith('cls.predictions.') for name in tensors) else (
       'encoder')
+
+
+def _facts(values: dict[str, Any], tensors: Tensors, kind: str) -> dict[str, Any]:
+  """What our export said of the task; {} if the head was changed since (others keep our key)."""
+  facts = dict(values.get(_TASK_FACTS) or {})
+  head = facts.get('config', {'kind': kind})
+  changed = head['kind'] != kind or (
+      kind in LABELLED and head.get('num_outputs', 0) not in (0, len(tensors['classifier.weight'])))
+  return {} if changed else facts
 
 
 def _labels(values: dict[str, Any], tensors: Tensors, kind: str, path: epath.Path) -> list[str]:

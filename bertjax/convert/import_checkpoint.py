@@ -75,6 +75,7 @@ def load(
   source = readers[style](path, hidden_act)
   found = vocabulary.find(source.folder, vocab, lowercase)
   kind = source.kind if head == 'auto' else head
+  _check_vocabulary(source, found)
   filled = parameters.fill(source, kind, found.tokenizer.vocab_size, DTYPES[dtype])
   config = dataclasses.replace(source.config, vocab_size=found.tokenizer.vocab_size)
   groups = parameters.groups_of(filled.params)
@@ -87,6 +88,18 @@ def load(
   }
   return Imported(filled.params, metadata, found.files,
                   _report(source, kind, filled, dtype, found))
+
+
+def _check_vocabulary(source: Source, found: vocabulary.Found) -> None:
+  """Refuses a vocabulary that is much smaller than the word table: it is another model's.
+
+  A table that was padded up to a multiple of 128 at most (B121) is cut to the vocabulary.
+  """
+  rows, entries = source.config.vocab_size, found.tokenizer.vocab_size
+  if rows - entries >= 128:
+    raise ConversionError(
+        f'{source.path}: the word table has {rows} rows, and the vocabulary {entries} entries: it '
+        'is that of another model; name the right one with --vocab')
 
 
 def _labels(source: Source, kind: str, asked: list[str] | None, filled: Filled) -> list[str]:

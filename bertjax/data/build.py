@@ -88,10 +88,7 @@ def build(settings: BuildSettings) -> shards.Manifest:
   try:
     return _build(settings, epath.Path(settings.output))
   except OSError as error:
-    raise BuildError(
-        f'the build of {settings.output} cannot go on: {error}. When that is mended, start it '
-        f'again: the units finished in {_scratch(settings)} are kept'
-    ) from error
+    raise BuildError(f'the build of {settings.output} cannot go on: {error}') from error
 
 
 def _scratch(settings: BuildSettings) -> pathlib.Path:
@@ -99,6 +96,8 @@ def _scratch(settings: BuildSettings) -> pathlib.Path:
 
 
 def _build(settings: BuildSettings, output: epath.Path) -> shards.Manifest:
+  if output.exists() and not output.is_dir():
+    raise BuildError(f'--output {output} is a file; name a folder')
   if (output / shards.MANIFEST).exists() and not settings.overwrite:
     raise BuildError(f'{output} already holds a finished data set; --overwrite replaces it')
   tokenizer = tokenizer_lib.load(
@@ -111,13 +110,14 @@ def _build(settings: BuildSettings, output: epath.Path) -> shards.Manifest:
   plan = corpus.plan_pieces(sources, settings.read, settings.unit_bytes)
   folder = _scratch(settings)
   folder.mkdir(parents=True, exist_ok=True)
-  with _lock(folder):
+  with _lock(folder), _kept_or_cleared(folder, output):
     _prepare(folder, _plan_key(plan, tokenizer, settings))
     tokenizer.save(folder / 'tokenizer')
     borders_given = settings.word_borders == 'whitespace'
     units.build_units(plan, tokenizer, settings.read, borders_given, folder, settings.num_workers)
     decisions = assembly.decide_documents(folder, len(plan), settings.heldout, settings.seed)
     if not len(decisions):
+      shutil.rmtree(folder)  # There is nothing in it to go on with.
       raise BuildError(f'there is not one sentence in {", ".join(settings.inputs)}')
     splits, tally = assembly.assemble(
         folder, len(plan), decisions, tokenizer.vocab_size, borders_given
@@ -139,6 +139,25 @@ def _lock(folder: pathlib.Path) -> Iterator[None]:
     except BlockingIOError as error:
       raise BuildError(f'another build is at work in {folder}; wait for it or end it') from error
     yield
+
+
+@contextlib.contextmanager
+def _kept_or_cleared(folder: pathlib.Path, output: epath.Path) -> Iterator[None]:
+  """After a failure, says what the next run can use of the folder, or removes it."""
+  try:
+    yield
+  except BaseException:
+    done = sum('.' not in path.name for path in folder.glob('unit-*'))
+    if done:
+      logging.info(
+          '%d finished unit%s kept in %s: the same command goes on with %s.', done,
+          *((' is', folder, 'it') if done == 1 else ('s are', folder, 'them'))
+      )
+    else:
+      shutil.rmtree(folder, ignore_errors=True)
+      if output.exists() and not any(output.iterdir()):
+        output.rmdir()
+    raise
 
 
 def _plan_key(plan, tokenizer: Tokenizer, settings: BuildSettings) -> str:
@@ -272,7 +291,8 @@ def _warn(manifest: shards.Manifest, tally: assembly.Tally) -> None:
         100 * manifest.unknown_token_share
     )
   if tally.bad_lines:
-    logging.warning('%d lines held bytes that are not UTF-8.', tally.bad_lines)
+    logging.warning('%d lines held bytes that are not UTF-8 or halves of surrogate pairs.',
+                    tally.bad_lines)
 
 
 def _report(manifest: shards.Manifest, output: str) -> None:
@@ -312,7 +332,8 @@ def _parse(argv: Sequence[str] | None) -> BuildSettings:
   parser.add_argument('--text_field', default='text', help='key of the text in jsonl and tfds')
   parser.add_argument(
       '--encoding_errors', choices=corpus.ENCODING_ERRORS, default='strict',
-      help='bytes that are not UTF-8: stop and say where (strict), or replace or ignore and count',
+      help='bytes that are not UTF-8, surrogates in JSON: stop and say where (strict), or replace '
+      'or ignore and count',
   )
   parser.add_argument(
       '--word_borders', choices=('none', 'whitespace'), default='none',
@@ -341,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f'error: {error}', file=sys.stderr)
     return 2
   except KeyboardInterrupt:
-    print('interrupted; the same command goes on from here', file=sys.stderr)
+    print('interrupted', file=sys.stderr)
     return 130
   return 0
 

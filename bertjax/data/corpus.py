@@ -46,6 +46,7 @@ BUILTIN = 'builtin:docs'
 UNIT_BYTES = 4 * 2**20
 _BLOCK_BYTES = 2**18
 _SAMPLE_BYTES = 2**16
+_SURROGATE = re.compile('[\ud800-\udfff]')
 _TFDS = re.compile(
     r'tfds:(?P<name>[^:\[]+(?::[\d.*]+)?)(?::(?P<split>[^:\[]+(?:\[[^\]]*\])?))?(?::(?P<field>\w+))?$'
 )
@@ -64,8 +65,9 @@ class ReadSettings:
     format: 'auto' (by name and content, file by file), 'sentences', 'prose' or 'jsonl'.
     language: code of the language for splitting prose into sentences, e.g. 'en', 'zh'.
     text_field: key of the text in JSON lines and in tensorflow-datasets examples.
-    encoding_errors: bytes that are not UTF-8: 'strict' stops and says where; 'replace' puts
-      U+FFFD and 'ignore' nothing in their place, and their lines are counted.
+    encoding_errors: bytes that are not UTF-8, and the halves of surrogate pairs that JSON can
+      hold: 'strict' stops and says where; 'replace' puts U+FFFD and 'ignore' nothing in their
+      place, and their lines are counted.
   """
 
   format: str = 'auto'
@@ -77,7 +79,14 @@ class ReadSettings:
     if self.format not in FORMATS:
       raise CorpusError(f'format {self.format!r} is none of {", ".join(FORMATS)}')
     if self.encoding_errors not in ENCODING_ERRORS:
-      raise CorpusError(f'encoding_errors {self.encoding_errors!r}: {", ".join(ENCODING_ERRORS)}')
+      raise CorpusError(
+          f'encoding_errors {self.encoding_errors!r} is none of {", ".join(ENCODING_ERRORS)}'
+      )
+    # sentencex falls back to English without a word, and does not say which codes it knows.
+    if not re.fullmatch(r'[a-z]{2,3}(-[a-z]+)*', self.language):
+      raise CorpusError(
+          f'language {self.language!r} is not a code in small letters, such as en, de or zh'
+      )
 
 
 @dataclasses.dataclass
@@ -293,8 +302,9 @@ def read_piece(
   """Reads a piece in blocks of about 256 kB; the end of the last block ends a document.
 
   Raises:
-    CorpusError: bytes that are not UTF-8 under the strict policy, a line that is not JSON or has
-      no text, a damaged gzip file, a tfds data set that cannot be read.
+    CorpusError: bytes that are not UTF-8 (or in JSON a lone surrogate) under the strict policy, a
+      line that is not JSON or has no text, a damaged gzip file, a tfds data set that cannot be
+      read.
   """
   stats = stats or ReadStats()
   readers = {
@@ -356,7 +366,7 @@ def _read_jsonl(piece: Piece, settings: ReadSettings, stats: ReadStats) -> Itera
     for number, line in enumerate(text.split('\n')):
       if line.strip():
         try:
-          documents.append(_json_text(line, settings.text_field))
+          documents.append(_valid(_json_text(line, settings.text_field), settings, stats))
         except CorpusError as error:
           row = number + 1 + _count_lines(piece.source.name, offset)
           raise CorpusError(f'{piece.source.name}, line {row}: {error}') from error
@@ -372,6 +382,20 @@ def _json_text(line: str, field: str) -> str:
     has = f'its keys are {sorted(value)}' if isinstance(value, dict) else 'it is no JSON object'
     raise CorpusError(f'no text under the key {field!r} ({has}); name the key with --text_field')
   return value[field]
+
+
+def _valid(text: str, settings: ReadSettings, stats: ReadStats) -> str:
+  r"""The text without lone surrogates, which JSON can write (\ud800) and UTF-8 cannot hold."""
+  found = _SURROGATE.search(text)
+  if not found:
+    return text
+  if settings.encoding_errors == 'strict':
+    raise CorpusError(
+        f'\\u{ord(found[0]):04x} is half of a surrogate pair, which is no character; mend the '
+        'file, or choose --encoding_errors replace or ignore'
+    )
+  stats.bad_lines += 1
+  return _SURROGATE.sub('\ufffd' if settings.encoding_errors == 'replace' else '', text)
 
 
 def _read_builtin(piece: Piece, settings: ReadSettings, stats: ReadStats) -> Iterator[Block]:

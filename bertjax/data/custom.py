@@ -91,16 +91,16 @@ def find_labels(task: Task, path: epath.PathLike, strict: bool = False) -> Task:
   """
   if task.kind == 'regression' or task.labels:
     return task
-  names = {
-      name
-      for line, record in _records(task, path, strict, [])
-      for name in _names(task, record.get(task.label), f'{path}, line {line}') or ()
-  }
+  names, columns = set(), []
+  for line, record in _records(task, path, strict, []):
+    columns = columns or list(record)
+    names.update(_names(task, record.get(task.label), f'{path}, line {line}') or ())
   fewest = 1 if task.kind == 'multi_label' else 2
   if len(names) < fewest:
     raise RowsError(
-        f'{path}: {len(names)} different labels in {task.label!r}, {fewest} are the fewest; name'
-        ' the right column, or give the labels'
+        f'{path}: {len(names)} different labels in {task.label!r}, {fewest} are the fewest; the'
+        f' columns are {", ".join(columns)}: name the right one (data.label), or give the labels'
+        ' (data.labels)'
     )
   return dataclasses.replace(task, labels=tuple(sorted(names)))
 
@@ -157,6 +157,9 @@ def _records(
         f'{file}, line {first}: no column {", ".join(missing)}; there are {", ".join(columns)}:'
         ' name one of them, or put a header line at the top'
     )
+  twice = {name for name in columns if columns.count(name) > 1}
+  if twice & {task.text_a, task.text_b, task.index, task.label}:
+    raise RowsError(f'{file}, line {first}: column {min(twice)} is there twice; rename one')
   for line, fields in lines:
     if len(fields) == len(columns):
       yield line, dict(zip(columns, fields, strict=True))
@@ -250,6 +253,7 @@ def _names(task: Task, value: Any, where: str) -> list[str] | None:
   """The label names of a row, without looking whether they are known."""
   if value is None:
     return None
+  value = value.strip() if isinstance(value, str) else value
   if task.kind == 'classification':
     return [_name(value, where)] if value != '' else None
   if isinstance(value, str):

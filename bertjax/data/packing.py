@@ -7,8 +7,15 @@ of the run is row r mod R of block r div R. So a row is a pure function of (mani
 number), as an example is: a resume is a seek, and any number of processes makes the same batches.
 
 N examples need a little more or fewer rows each time; R is what a sample of blocks needs, and a
-margin. Where a block needs more, the examples left over go into the next block, which has room for
-them: none is dropped, none comes twice. Only lengths are looked at, never a token.
+margin. Examples are shuffled within a window of the epoch only (epochs.py), so where documents of
+one kind lie together the need of blocks changes from window to window: the sample takes blocks of
+several windows, and where these differ, R is above what any of them needs.
+
+Where a block needs more than R rows, the examples left over are offered to the block behind it, and
+what finds no room there to the one behind that, as far as REACH. To know a block's rows is to know
+what up to REACH blocks before it left over, and no more. What finds no room at all is left out of
+this epoch, and a warning says how many: as with the examples a walk gives beyond its block's slots,
+others are left out in the next. No example comes twice. Only lengths are looked at, never a token.
 """
 
 import functools
@@ -18,20 +25,26 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int
 
-from bertjax.data import hashing, pretrain
-from bertjax.data.sampling import SamplingError
+from bertjax.data import epochs, hashing, pretrain
 
 Batch = dict[str, np.ndarray]
 Shapes = dict[str, tuple[tuple[int, ...], type[np.generic]]]
 
 BLOCK_EXAMPLES = 2048
-_SAMPLE_BLOCKS = 8
+_SAMPLE_BLOCKS = 8  # of the first window
+_SAMPLE_WINDOWS = 8
+_WINDOW_BLOCKS = 2  # of each other sampled window
+_WINDOW_EXAMPLES = epochs.WINDOW * epochs.BLOCK_EXAMPLES  # about, and at most in a short epoch
 _MARGIN = 0.005  # of a block's rows, above the most that a sample of blocks needs
+# Means of blocks of windows that are alike spread by about 0.6 %, relative standard deviation.
+_ALIKE = 0.015
+_SPREADS = 3  # standard deviations above the windows' mean that hold what was not sampled as well
+REACH = 8
 _TURN = 88  # purpose of the draw: order of the rows of a block
 
 
 class Plan(NamedTuple):
-  """A block's rows, as lists of example numbers, and the numbers that go into the next block."""
+  """A block's R rows, as lists of example numbers, and numbers that have no place in them."""
 
   rows: list[list[int]]
   left_over: list[int]
@@ -125,14 +138,12 @@ class PackedStream:
       raise ValueError(f'max_examples_per_row is {max_examples}; it must be at least 1')
     self.examples, self.max_examples = examples, max_examples
     settings = examples.settings
-    sample = [self._pack_block(block) for block in range(_SAMPLE_BLOCKS)]
-    needed = max(len(rows) for rows, _ in sample)
-    self.rows_per_block = needed + max(1, round(_MARGIN * needed))
+    needs, tokens = self._sample()
+    self.rows_per_block = _rows_for(needs)
     self.examples_per_row = BLOCK_EXAMPLES / self.rows_per_block
-    tokens = sum(int(lengths.sum()) for _, lengths in sample)
-    self.real_tokens = tokens / (_SAMPLE_BLOCKS * self.rows_per_block * settings.seq_length)
-    # A block's own rows are asked for twice: for its plan and for that of the next.
-    self._own = functools.lru_cache(4)(self._make_own)
+    self.real_tokens = tokens / (self.rows_per_block * settings.seq_length)
+    # What the blocks before a block left over is asked for again by the next one.
+    self._offer = functools.lru_cache((REACH + 1) * (REACH + 2))(self._make_offer)
     self._plan = functools.lru_cache(4)(self._make_plan)
     logging.info(
         'packed: %.2f examples in a row of %d on average, at most %d; %.1f%% of the places are '
@@ -142,8 +153,7 @@ class PackedStream:
   def row_examples(self, row: int) -> list[int]:
     """The numbers of the examples in a row of the run, in their order in the row."""
     block, place = divmod(row, self.rows_per_block)
-    rows = self._plan(block)
-    return rows[place] if place < len(rows) else []
+    return self._plan(block)[place]
 
   def batch(self, rows: Int[np.ndarray, 'B']) -> Batch:
     """The rows with the given numbers.
@@ -168,44 +178,90 @@ class PackedStream:
     """Shape and type of each field of a batch of `batch_size` rows."""
     return batch_shapes(self.examples.settings, self.max_examples, batch_size)
 
+  def _sample(self) -> tuple[list[list[int]], float]:
+    """Of sampled windows, the first one first, the rows that blocks need; tokens of a block."""
+    epoch = self.examples.num_examples
+    # An epoch of a single window has the same documents in the window of every epoch.
+    count = _SAMPLE_WINDOWS if epoch > _WINDOW_EXAMPLES else 1
+    needs, tokens = [], []
+    # The first comes last: its walks are then at hand when the run begins.
+    for window in reversed(range(count)):
+      # Each from another place of another epoch: a short epoch has few windows, and others next.
+      start = (window * epoch + window * epoch // count) // BLOCK_EXAMPLES
+      blocks = _WINDOW_BLOCKS if window else _SAMPLE_BLOCKS
+      packed = [self._pack_block(start + block) for block in range(blocks)]
+      needs.insert(0, [len(rows) for rows, _ in packed])
+      tokens.append(np.mean([lengths.sum() for _, lengths in packed]))
+    return needs, float(np.mean(tokens))
+
   def _pack_block(self, block: int) -> tuple[list[list[int]], Int[np.ndarray, 'N']]:
     """The rows that a block needs by itself, and the lengths of its examples."""
     lengths = self.examples.lengths(block * BLOCK_EXAMPLES + np.arange(BLOCK_EXAMPLES))
     return pack(lengths, self.examples.settings.seq_length, self.max_examples), lengths
 
-  def _make_own(self, block: int) -> Plan:
-    """A block's rows, R at most; the emptiest of more are left over for the next block."""
+  def _own(self, block: int) -> Plan:
+    """A block by itself; the emptiest of more than R rows are left over."""
+    if block < 0:
+      return Plan([], [])
     rows, _ = self._pack_block(block)
     first = block * BLOCK_EXAMPLES
     numbers = [[first + item for item in row] for row in rows]
     surplus = [number for row in numbers[self.rows_per_block:] for number in row]
+    numbers += [[] for _ in range(self.rows_per_block - len(rows))]
     return Plan(numbers[:self.rows_per_block], sorted(surplus))
 
+  def _make_offer(self, block: int, steps: int) -> Plan:
+    """What `block` left over is offered to the block so many steps behind it.
+
+    Returns:
+      The rows of that block, which has been offered what all between the two left over before; and
+      what of `block` has found no room up to there.
+    """
+    if not steps:
+      return self._own(block)
+    carried, rows = self._offer(block, steps - 1).left_over, self._offer(block + 1, steps - 1).rows
+    return self._place(rows, carried) if carried else Plan(rows, [])
+
   def _make_plan(self, block: int) -> list[list[int]]:
-    """A block's rows with what was left over of the one before, in shuffled order."""
-    rows = [list(row) for row in self._own(block).rows]
-    carried = self._own(block - 1).left_over if block else []
-    rows += [[] for _ in range(self.rows_per_block - len(rows))]
-    if carried:
-      self._place(rows, carried, block)
+    """A block's rows with what those before it left over, in shuffled order."""
+    rows, left_out = self._offer(block - REACH, REACH)
+    if left_out:
+      logging.warning(
+          'packing: none of the %d blocks behind block %d has room for %d of its %d examples; they '
+          'are left out of this epoch', REACH, block - REACH, len(left_out), BLOCK_EXAMPLES)
     keys = hashing.fold(hashing.fold_int(self.examples.settings.seed, block), np.arange(len(rows)))
     order = np.argsort(hashing.bits(keys, _TURN), kind='stable')
     return [rows[place] for place in order]
 
-  def _place(self, rows: list[list[int]], carried: list[int], block: int) -> None:
+  def _place(self, rows: list[list[int]], carried: list[int]) -> Plan:
     """Puts each carried example into the row with the most room."""
     capacity = self.examples.settings.seq_length
-    sizes = [int(self.examples.lengths(np.array(row, np.int64)).sum()) if row else 0
-             for row in rows]
+    rows, left_over = [list(row) for row in rows], []
+    lengths = self.examples.lengths(np.array([number for row in rows for number in row], np.int64))
+    ends = np.cumsum([0, *map(len, rows)])
+    sizes = np.diff(np.append(0, np.cumsum(lengths))[ends]).tolist()
     for number, length in zip(carried, self.examples.lengths(np.array(carried)), strict=True):
       open_rows = [i for i, row in enumerate(rows) if len(row) < self.max_examples]
       row = min(open_rows, key=sizes.__getitem__, default=None)
       if row is None or sizes[row] + length > capacity:
-        raise SamplingError(
-            f'packing: block {block} has no room for what block {block - 1} left over; the lengths '
-            'of examples change too much along the corpus. Train without packing')
+        left_over.append(number)
+        continue
       rows[row].append(number)
       sizes[row] += int(length)
+    return Plan(rows, left_over)
+
+
+def _rows_for(needs: list[list[int]]) -> int:
+  """The rows of a block, from those that sampled blocks of each window need, the first one first.
+
+  Windows that are alike have the rows that the first one's blocks need.
+  """
+  means = np.array([np.mean(window) for window in needs])
+  spread = float(means.std(ddof=1)) if len(means) > 1 else 0.0
+  needed = max(needs[0])
+  if spread > _ALIKE * means.mean():
+    needed = max(*map(max, needs), round(means.mean() + _SPREADS * spread))
+  return needed + max(1, round(_MARGIN * needed))
 
 
 def _lay_out(batch: Batch, examples: Batch, counts: Int[np.ndarray, 'B']) -> None:

@@ -296,20 +296,18 @@ class _TrainingLines(Iterator[str]):
 
 
 def cut_line(line: str, limit: int) -> Iterator[str]:
-  """Cuts a line into parts of at most `limit` bytes, at spaces where it has any."""
-  part, size = [], 0
-  for word in line.split(' '):
-    # Four bytes is the longest code point.
-    for start in range(0, len(word), limit // 4):
-      bit = word[start : start + limit // 4]
-      length = len(bit.encode()) + 1
-      if size + length > limit:
-        yield ' '.join(part)
-        part, size = [], 0
-      part.append(bit)
-      size += length
-  if part:
-    yield ' '.join(part)
+  """Cuts a line into parts of at most `limit` bytes (4 or more), at spaces where it has any."""
+  data, start = line.encode(), 0
+  while len(data) - start > limit:
+    end = data.rfind(b' ', start + 1, start + limit + 1)
+    if end < 0:
+      end = start + limit
+      while data[end] & 0xC0 == 0x80:  # a later byte of a code point
+        end -= 1
+    yield data[start:end].decode()
+    start = end + (data[end] == ord(' '))
+  if start < len(data):
+    yield data[start:].decode()
 
 
 def _digit_comma(piece: str) -> bool:

@@ -230,7 +230,7 @@ def _check_version(
         f' ({_shorten(unanswerable)}): this is a SQuAD v2.0 file, but version=1 is set; set'
         ' version=2 (finetune: --config=configs/finetune/squad.py:version=2; tools: --version 2)'
     )
-  if version == 2 and not unanswerable:
+  if version == 2 and not unanswerable and any(question.answers for question in questions):
     logging.info('%s: read with version=2, but every question has an answer: a v1.1 file?', path)
 
 

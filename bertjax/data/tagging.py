@@ -22,6 +22,7 @@ from bertjax.data import encoding, examples, text_file
 
 SCHEMES = ('auto', 'bio', 'iob1', 'plain')
 _TAG = re.compile(r'O|[BI](-.+)?')
+_UNKNOWN = -1
 _SPACES = re.compile(r'[ \t]+')
 
 
@@ -230,7 +231,7 @@ class Windows:
 
 def encode(
     sentences: Sentences, tokenizer: encoding.Tokenizer, labels: Sequence[str], max_length: int,
-    stride: int | None = None,
+    stride: int | None = None, training: bool = False,
 ) -> Windows:
   """[CLS] words [SEP], one window a sentence where it fits, else several.
 
@@ -243,16 +244,18 @@ def encode(
     labels: names of the outputs, from `label_list` of the training file.
     max_length: tokens of a window at most, specials included.
     stride: a window begins about so many pieces after the one before; half a window if None.
+    training: whether the model is to learn these tags.
 
   Raises:
-    TaggingError: a tag that is not among the labels, or a max_length or stride that cannot be.
+    TaggingError: a max_length or stride that cannot be; with `training` also a tag that is not
+      among the labels. Elsewhere such a word has no part in the loss, and a warning names the line.
   """
   room = max_length - 2
   stride = max(1, room // 2) if stride is None else stride
   if not 1 <= stride <= room:
     raise TaggingError(f'max_length {max_length} and stride {stride}: a window must hold [CLS],'
                        ' [SEP] and a piece, and the stride be from 1 to max_length - 2')
-  label_ids = _label_ids(sentences, labels)
+  label_ids = _label_ids(sentences, labels, training)
   numbers, pieces = _pieces(sentences, tokenizer, room)
   tokens: dict[str, list[np.ndarray]] = {}
   found: list[tuple[int, np.ndarray, np.ndarray]] = []
@@ -281,18 +284,22 @@ def encode(
 
 
 def _label_ids(
-    sentences: Sentences, labels: Sequence[str]
+    sentences: Sentences, labels: Sequence[str], training: bool
 ) -> list[Int32[np.ndarray, '_']] | None:
+  """The number of each word's tag, _UNKNOWN where the model has none for it."""
   if sentences.tags is None:
     return None
   number = {label: index for index, label in enumerate(labels)}
-  for row, lines in zip(sentences.tags, sentences.lines, strict=True):
-    for tag, line in zip(row, lines, strict=True):
-      if tag not in number:
-        raise TaggingError(
-            f'{sentences.name}: line {line}: tag {tag!r} is not among the labels of the model'
-            f' ({", ".join(labels)}); mend it, or train on a file that has it')
-  return [np.array([number[tag] for tag in row], np.int32) for row in sentences.tags]
+  unknown = [(line, tag) for row, lines in zip(sentences.tags, sentences.lines, strict=True)
+             for tag, line in zip(row, lines, strict=True) if tag not in number]
+  if unknown:
+    line, tag = unknown[0]
+    said = (f'{sentences.name}: line {line}: tag {tag!r} is not among the labels of the model'
+            f' ({", ".join(labels)})')
+    if training:
+      raise TaggingError(f'{said}; mend it, or train on a file that has it')
+    logging.warning('%s; it and %d more such words count as missed', said, len(unknown) - 1)
+  return [np.array([number.get(tag, _UNKNOWN) for tag in row], np.int32) for row in sentences.tags]
 
 
 def _pieces(
@@ -355,7 +362,7 @@ def _targets(
     length: int, positions: Int[np.ndarray, 'K'], label_ids: Int32[np.ndarray, 'K']
 ) -> dict[str, np.ndarray]:
   labels, weights = np.zeros(length, np.int32), np.zeros(length, np.float32)
-  labels[positions], weights[positions] = label_ids, 1
+  labels[positions], weights[positions] = np.maximum(label_ids, 0), label_ids != _UNKNOWN
   return {'labels': labels, 'label_weights': weights}
 
 

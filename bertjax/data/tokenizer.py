@@ -8,7 +8,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from absl import logging
@@ -21,6 +22,7 @@ from bertjax.data.text_rules import AlbertRules, TextRules
 __all__ = ['Encoding', 'Tokenizer', 'TokenizerError', 'load', 'main', 'train']
 
 CONFIG = 'tokenizer_config.json'
+_INTERRUPTED = 130  # the exit status that shells give Ctrl-C
 VOCABULARIES = ('vocab.txt', 'spiece.model')
 # Our names of the switches -> those in tokenizer_config.json, which are Transformers'.
 _CONFIG_NAMES = {
@@ -69,9 +71,9 @@ def _find_vocabulary(path: epath.Path) -> epath.Path:
     return path
   found = [path / name for name in VOCABULARIES if (path / name).exists()]
   if len(found) != 1:
-    wanted = ' or '.join(VOCABULARIES)
+    has = 'both {} and {}' if found else 'neither {} nor {}'
     raise TokenizerError(
-      f'{path}: has {"both" if found else "neither"} {wanted}; name the one to use by its full path'
+      f'{path}: has {has.format(*VOCABULARIES)}; name the one to use by its full path'
     )
   return found[0]
 
@@ -191,6 +193,8 @@ def _parser() -> argparse.ArgumentParser:
   trainer.add_argument('--type', choices=('wordpiece', 'sentencepiece'), default='wordpiece')
   trainer.add_argument('--vocab_size', type=int, default=30522)
   trainer.add_argument('--output', required=True, help='folder to write')
+  trainer.add_argument('--overwrite', action='store_true',
+                       help='replace the tokenizer that the folder holds')
   trainer.add_argument('--format', default='auto', help='auto, sentences, prose or jsonl')
   trainer.add_argument('--language', default='en', help='for splitting prose into sentences')
   trainer.add_argument('--text_field', default='text', help='key of the text in JSON lines')
@@ -216,13 +220,53 @@ def _switches(args: argparse.Namespace) -> dict[str, bool | int | None]:
 def _train_command(args: argparse.Namespace) -> None:
   from bertjax.data import corpus
 
+  output = epath.Path(args.output)
+  _check_output(output, args.overwrite)
   texts = corpus.iter_text(
     args.input, args.format, args.language, args.text_field, args.encoding_errors
   )
-  tokenizer = train(texts, args.type, args.vocab_size, **_switches(args))
-  tokenizer.save(args.output)
+  tokenizer = _interruptible(
+    lambda: train(texts, args.type, args.vocab_size, **_switches(args))
+  )
+  tokenizer.save(output)
+  other = VOCABULARIES[args.type == 'wordpiece']
+  (output / other).unlink(missing_ok=True)
   print(f'{args.output}: {args.type}, {tokenizer.vocab_size} entries, {tokenizer.switches},'
         f' hash {tokenizer.hash()[:16]}')
+
+
+def _check_output(output: epath.Path, overwrite: bool) -> None:
+  """Before the work, not after it: can the tokenizer be written there?"""
+  there = next((path for path in (output, *output.parents) if path.exists()), output)
+  if there.exists() and not there.is_dir():
+    raise TokenizerError(f'--output {output}: {there} is a file; name a folder')
+  found = [name for name in (*VOCABULARIES, CONFIG) if (output / name).exists()]
+  if found and not overwrite:
+    raise TokenizerError(
+      f'--output {output} holds a tokenizer already ({", ".join(found)}); --overwrite replaces it'
+    )
+
+
+def _interruptible(work: Callable[[], Tokenizer]) -> Tokenizer:
+  """Does the work in another thread.
+
+  The main thread, which alone hears Ctrl-C, would hear it only when a trainer in C++ is done.
+  """
+  made: list[Tokenizer] = []
+  failed: list[Exception] = []
+
+  def run() -> None:
+    try:
+      made.append(work())
+    except Exception as error:
+      failed.append(error)
+
+  thread = threading.Thread(target=run, daemon=True)
+  thread.start()
+  thread.join()
+  if failed:
+    raise failed[0]
+  return made[0]
 
 
 def _encode_command(args: argparse.Namespace) -> None:
@@ -242,7 +286,7 @@ def _encode_command(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """The command line; 0 when all went well, 2 with one message for bad usage or input."""
+  """The command line: 0 when all went well, 2 for bad usage or input, 130 when interrupted."""
   args = _parser().parse_args(arguments)
   console.log_plainly()
   try:
@@ -253,8 +297,14 @@ def main(arguments: list[str] | None = None) -> int:
   except (ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
+  except KeyboardInterrupt:
+    print('interrupted', file=sys.stderr)
+    return _INTERRUPTED
   return 0
 
 
 if __name__ == '__main__':
-  sys.exit(main())
+  status = main()
+  if status == _INTERRUPTED:
+    os._exit(status)  # A trainer may still be at work in its thread.
+  sys.exit(status)

@@ -182,7 +182,6 @@ _worker: UnitBuilder | None = None
 def _start_worker(tokenizer: str, *args) -> None:
   """Runs once in each worker process."""
   global _worker
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent hears it and ends the pool.
   # A parent that was killed can tell its workers nothing: they watch it.
   threading.Thread(target=_exit_with_parent, daemon=True).start()
   _worker = UnitBuilder(tokenizer_lib.load(tokenizer), *args)
@@ -225,8 +224,9 @@ def build_units(
       progress.add(sizes[number])
     return
   arguments = (os.fspath(folder / 'tokenizer'), *arguments)
-  for number in _run_parallel(units, missing, num_workers, arguments):
-    progress.add(sizes[number])
+  with contextlib.closing(_run_parallel(units, missing, num_workers, arguments)) as done_units:
+    for number in done_units:
+      progress.add(sizes[number])
 
 
 def _run_parallel(units, missing: list[int], num_workers: int, arguments) -> Iterator[int]:
@@ -238,9 +238,9 @@ def _run_parallel(units, missing: list[int], num_workers: int, arguments) -> Ite
       initializer=_start_worker,
       initargs=arguments,
   )
+  waiting = collections.deque(missing)
+  running: dict[futures.Future, int] = {}
   try:
-    waiting = collections.deque(missing)
-    running: dict[futures.Future, int] = {}
     while waiting or running:
       # Not all at once: a large corpus has tens of thousands of units.
       while waiting and len(running) < 2 * num_workers:
@@ -256,10 +256,12 @@ def _run_parallel(units, missing: list[int], num_workers: int, arguments) -> Ite
         yield number
   except futures.BrokenExecutor as error:
     raise WorkerError(
-        'a worker process died without a word (killed, out of memory?); the finished units are '
-        'kept: run the same command again, with fewer --num_workers if memory is short'
+        'a worker process died without a word (killed, out of memory?): run the same command '
+        'again, with fewer --num_workers if memory is short'
     ) from error
   finally:
+    if any(future.running() for future in running):
+      logging.info('finishing the units at work ...')
     pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -267,10 +269,33 @@ def _submit(
     pool: futures.Executor, number: int, unit: Sequence[corpus.Piece]
 ) -> futures.Future:
   try:
-    return pool.submit(_run_unit, number, unit)
+    with _hold_interrupt():  # It starts workers, too.
+      return pool.submit(_run_unit, number, unit)
   except (OSError, ValueError) as error:
-    # It starts workers as well, and one that dies meanwhile takes the pipes of the next with it.
+    # A worker that dies while the next is started takes the pipes of that with it.
     raise futures.BrokenExecutor(f'no worker can be started: {error}') from error
+
+
+@contextlib.contextmanager
+def _hold_interrupt() -> Iterator[None]:
+  """Holds Ctrl-C back until the end of the block, and from processes started in it for ever.
+
+  Only the parent is to hear it, and ends the pool. A process that has just been started is too
+  young to say so itself; it inherits the blocked signal.
+  """
+  heard: list[int] = []
+  # Other threads have the signal open, and in Python the main one answers for them.
+  main = threading.current_thread() is threading.main_thread()
+  before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number)) if main else None
+  blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+  try:
+    yield
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    if main:
+      signal.signal(signal.SIGINT, before)
+  if heard:
+    signal.raise_signal(signal.SIGINT)
 
 
 def _piece_bytes(piece: corpus.Piece) -> int:

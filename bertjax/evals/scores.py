@@ -165,15 +165,16 @@ def _check(
 def majority(
     kind: str, metrics: Sequence[str], labels: Shaped[np.ndarray, 'N ...']
 ) -> dict[str, Score]:
-  """What knowing nothing scores: always the commonest class (label by label; the mean number).
+  """What knowing nothing scores: always the commonest class (label by label).
 
-  A run that does no better has failed.
+  Of numbers, whose scores are correlations, 0: a constant has none, and guesses have about 0. A run
+  that does no better has failed.
   """
+  if kind == 'regression':
+    return dict.fromkeys(metrics, 0.0)
   if kind == 'classification':
     counts = np.bincount(labels, minlength=2)
     constant = counts == counts.max()
-  elif kind == 'multi_label':
-    constant = np.where(labels.mean(axis=0) > 0.5, 1.0, -1.0)
   else:
-    constant = labels.mean(keepdims=True)
+    constant = np.where(labels.mean(axis=0) > 0.5, 1.0, -1.0)
   return compute(kind, metrics, np.tile(constant.astype(float), (len(labels), 1)), labels)

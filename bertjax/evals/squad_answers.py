@@ -154,6 +154,8 @@ def write(found: Answers, folder: epath.PathLike) -> None:
   The form is that of Google's run_squad.py; the official scripts read it.
   """
   files = {'nbest_predictions.json': found.nbest, 'predictions.json': found.predictions}
+  if found.null_odds is None:  # those of an earlier v2.0 model would be taken for these
+    (epath.Path(folder) / 'null_odds.json').unlink(missing_ok=True)
   if found.null_odds is not None:
     files = {'null_odds.json': found.null_odds, **files}
   write_files(folder, {

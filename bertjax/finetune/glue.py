@@ -20,9 +20,9 @@ from bertjax.data.rows import Rows
 from bertjax.evals import scores as scores_lib
 from bertjax.finetune import run as run_lib
 from bertjax.finetune import settings as settings_lib
-from bertjax.finetune.job import Origin
+from bertjax.finetune.job import Origin, need_kind
 from bertjax.finetune.settings import Settings
-from bertjax.finetune.task import Split, Task
+from bertjax.finetune.task import CUSTOM, Split, Task, asked_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +59,15 @@ class GlueData:
   strict: bool = False
 
   def __post_init__(self):
+    if self.max_train_rows < 0:
+      raise ConfigError(f'data.max_train_rows is {self.max_train_rows}; 0 takes all')
     if len(self.labels) == 1 and ',' in self.labels[0]:  # how --config.data.labels=a,b arrives
       object.__setattr__(self, 'labels', tuple(self.labels[0].split(',')))
 
 
 def load(settings: Settings, origin: Origin) -> Task:
   """The task with what its mode needs: train and dev, dev, or what is to be predicted."""
-  if settings.data.task == 'custom':
+  if settings.data.task == CUSTOM:
     return _load_custom(settings, origin)
   return _load_glue(settings, origin)
 
@@ -73,7 +75,7 @@ def load(settings: Settings, origin: Origin) -> Task:
 def _load_glue(settings: Settings, origin: Origin) -> Task:
   data, mode = settings.data, settings.mode
   spec = glue_tasks.find_task(data.task)
-  stored = _known_labels(origin, spec.kind, spec.labels)
+  stored = _known_labels(origin, spec.kind, spec.labels, mode)
   encode = lambda rows: rows_lib.encode(rows, origin.tokenizer, settings.max_length)
 
   def split(name: str, path: str) -> tuple[Split, Rows]:
@@ -116,10 +118,11 @@ def _load_custom(settings: Settings, origin: Origin) -> Task:
     if not data.train:
       raise ConfigError('task=custom: set data.train to a .tsv, .csv or .jsonl file')
     spec = custom.find_labels(spec, data.train, data.strict)
-    stored = _known_labels(origin, spec.kind, spec.labels)
+    stored = _known_labels(origin, spec.kind, spec.labels, mode)
     if set(stored) == set(spec.labels):
       spec = dataclasses.replace(spec, labels=stored)
   else:  # the names are those of the model
+    need_kind(origin, spec.kind)
     spec = dataclasses.replace(spec, labels=tuple(origin.head.get('labels', ())))
   encode = lambda rows: rows_lib.encode(rows, origin.tokenizer, settings.max_length)
 
@@ -133,8 +136,8 @@ def _load_custom(settings: Settings, origin: Origin) -> Task:
         lambda outputs, folder: [custom.write_predictions(
             spec, rows, outputs, folder / f'{epath.Path(path).stem}{suffix}')]), rows
 
-  path = (data.test or data.dev) if mode == 'predict' else data.dev
-  found = (split('test' if mode == 'predict' else 'dev', path),) if path else ()
+  asked = asked_file(data, mode)
+  found = (split(*asked),) if asked else ()
   splits = tuple(one for one, _ in found)
   train, baseline = None, {}
   if mode == 'train':
@@ -142,21 +145,24 @@ def _load_custom(settings: Settings, origin: Origin) -> Task:
                           data.max_train_rows))
   if splits and mode != 'predict':
     baseline = scores_lib.majority(spec.kind, spec.metrics, found[0][1].need_labels())
-  return Task('custom', spec.kind, spec.labels, spec.metrics[0], train, splits, baseline)
+  return Task(CUSTOM, spec.kind, spec.labels, spec.metrics[0], train, splits, baseline)
 
 
 # --- Labels go by name, never by number ---------------------------------------------------------
 
 
-def _known_labels(origin: Origin, kind: str, labels: tuple[str, ...]) -> tuple[str, ...]:
+def _known_labels(
+    origin: Origin, kind: str, labels: tuple[str, ...], mode: str
+) -> tuple[str, ...]:
   """The labels in the order of the checkpoint's head if it has just these, else as given."""
   stored = tuple(origin.head.get('labels', ()))
-  if origin.head['kind'] != kind or not stored:
+  if origin.head['kind'] != kind or not stored or not labels:
     return labels
   try:
     rows_lib.label_order(stored, labels)
   except rows_lib.RowsError as error:
-    logging.warning('The head of %s is replaced: %s', origin.path, error)
+    if mode == 'train':
+      logging.warning('The head of %s is replaced: %s', origin.path, error)
     return labels
   return stored
 

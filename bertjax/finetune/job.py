@@ -6,6 +6,7 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from etils import epath
 
 from bertjax import (
   attention,
+  auto_mesh,
   best,
   checkpoint,
   heads,
@@ -33,7 +35,7 @@ from bertjax.data.encoding import Tokenizer
 from bertjax.evals import predictions
 from bertjax.finetune import settings as settings_lib
 from bertjax.finetune.settings import Settings
-from bertjax.finetune.task import Split, Task
+from bertjax.finetune.task import CUSTOM, Split, Task
 from bertjax.job import CheckpointSettings, Job, Scores, Stage
 from bertjax.model import BertConfig
 
@@ -69,6 +71,9 @@ def open_origin(path: str) -> Origin:
     raise ConfigError('init_from is empty: give --config.init_from=CHECKPOINT, from bertjax.main '
                       'or bertjax.convert.import_checkpoint')
   folder = best.find(path) or epath.Path(path)
+  if not folder.exists():
+    raise ConfigError(f'init_from {path}: no such folder; give a checkpoint of bertjax.main or '
+                      'bertjax.convert.import_checkpoint')
   tokenizer_folder = checkpoint.tokenizer_folder(folder)
   return Origin(folder, checkpoint.read_metadata(folder), tokenizer_lib.load(tokenizer_folder),
                 tokenizer_folder)
@@ -97,12 +102,28 @@ def bert_config(settings: Settings, origin: Origin, mesh: jax.sharding.Mesh) -> 
   return dataclasses.replace(config, attention=chosen)
 
 
+def open_mesh(settings: Settings, origin: Origin, head: heads.HeadConfig) -> jax.sharding.Mesh:
+  """The mesh that the settings ask for, or one that fits the model and the devices (mesh.auto).
+
+  Raises:
+    MeshError: the devices cannot form it.
+  """
+  asked = settings.mesh
+  if asked.auto:
+    sizes = bert_config(settings, origin, sharding.make_mesh(sharding.MeshSettings()))
+    asked = auto_mesh.resolve(
+        asked, lambda rngs: heads.HEADS[head.kind](sizes, head, rngs),
+        settings.optimizer_settings(1), (settings.batch_size // settings.accumulate,),
+        sizes.num_attention_heads)
+  return sharding.make_mesh(asked)
+
+
 def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> Job:
   """What the loop needs to know of this fine-tuning."""
-  mesh = sharding.make_mesh(settings.mesh)
+  head = heads.HeadConfig(task.kind, task.num_outputs, **dataclasses.asdict(settings.head))
+  mesh = open_mesh(settings, origin, head)
   _check_batch(settings, mesh)
   bert = bert_config(settings, origin, mesh)
-  head = heads.HeadConfig(task.kind, task.num_outputs, **dataclasses.asdict(settings.head))
   build = lambda rngs: heads.HEADS[task.kind](bert, head, rngs)
   stream = examples_lib.EpochBatches(
       task.train, settings.seq_lengths, settings.batch_size, settings.seed, jax.process_index(),
@@ -142,10 +163,9 @@ def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
       log_every=settings.log_every, evaluate_every=evaluate_every,
       open_evaluator=lambda: _evaluator(settings, build, task, mesh, metric),
       initial=None if settings.from_scratch else lambda: _initial(settings, origin, task, build),
-      differences=lambda stored, step: settings_lib.differences(stored, resolved),
+      differences=lambda stored, step: _differences(stored, resolved),
       describe=lambda: _describe(settings, origin, task, bert, head, stream, optimizer),
-      judge=keeper.judge, is_over=keeper.is_over,
-      farewell=_farewell)
+      judge=keeper.judge, forget=keeper.forget, is_over=keeper.is_over, farewell=_farewell)
 
 
 def _check_batch(settings: Settings, mesh: jax.sharding.Mesh) -> None:
@@ -173,11 +193,34 @@ def _content_hash(task: Task) -> str:
   return digest.hexdigest()
 
 
+def _differences(stored: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]:
+  """What forbids going on with a workdir."""
+  if stored.get('init_from', resolved['init_from']) != resolved['init_from']:
+    logging.warning('This workdir began from %s; init_from=%s is not looked at',
+                    stored['init_from'] or 'nothing', resolved['init_from'] or "''")
+  return settings_lib.differences(stored, resolved)
+
+
 def same_head(origin: Origin, task: Task) -> bool:
-  """Whether the checkpoint's head is of this very task: labels go by name and order."""
+  """Whether the checkpoint's head is of this very task: labels go by name and order.
+
+  QNLI and RTE, or QQP and MRPC, may call theirs the same: then the name of the task tells. Texts of
+  one's own may be given to the head of any task.
+  """
+  if origin.head['kind'] != task.kind:
+    return False
+  names = {origin.head.get('task', task.name), task.name}
+  if task.kind in ('classification', 'regression') and len(names) > 1 and CUSTOM not in names:
+    return False
   # What a regression calls its one output means nothing.
-  labels = tuple(origin.head.get('labels', ()))
-  return origin.head['kind'] == task.kind and (task.kind == 'regression' or labels == task.labels)
+  return task.kind == 'regression' or tuple(origin.head.get('labels', ())) == task.labels
+
+
+def need_kind(origin: Origin, kind: str) -> None:
+  """Raises ConfigError if the checkpoint's head is not of a kind, before data are read for it."""
+  if origin.head['kind'] != kind:
+    raise ConfigError(f'{origin.path} has a head of kind {origin.head["kind"]}, and the task is of '
+                      f'kind {kind}; fine-tune it first (mode=train)')
 
 
 def _initial(settings, origin: Origin, task: Task, build) -> tuple[state.Params, str]:

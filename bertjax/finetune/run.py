@@ -5,18 +5,26 @@
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from absl import logging
 from etils import epath
 
-from bertjax import best, checkpoint, heads, sharding, state
+from bertjax import best, checkpoint, heads, sharding, state, step_folder
 from bertjax.config import ConfigError
 from bertjax.data.encoding import write_files
 from bertjax.evals import predictions
 from bertjax.finetune import sweep
-from bertjax.finetune.job import Origin, bert_config, open_origin, predictors, same_head
+from bertjax.finetune.job import (
+  Origin,
+  bert_config,
+  open_mesh,
+  open_origin,
+  predictors,
+  same_head,
+)
 from bertjax.finetune.settings import Settings
 from bertjax.finetune.task import Split, Task
 
@@ -33,32 +41,47 @@ def run(settings: Settings, workdir: str, load_task: LoadTask) -> int:
   if settings.mode == 'train':
     origin = open_origin(settings.init_from)
     return sweep.run(settings, home, origin, load_task(settings, origin))
-  trained = best.find(home) or (home / 'checkpoints').exists()
-  origin = open_origin(str(home) if trained else settings.init_from)
+  trained = best.find(home) or (home / step_folder.FOLDER).exists()
+  origin = open_origin(str(home if trained else sweep.best_run(home) or settings.init_from))
   logging.info('Model: %s, step %s', origin.path, origin.metadata['step'])
   task = load_task(settings, origin)
   if not same_head(origin, task):
     raise ConfigError(
-        f'{origin.path} has a head of kind {origin.head["kind"]} with labels '
-        f'{origin.head.get("labels", [])}, and the task is of kind {task.kind} with '
-        f'{list(task.labels)}; fine-tune it first (mode=train)')
+        f'{origin.path} has a head of {_in_words(origin.head)}, and the task is '
+        f'{_in_words({"kind": task.kind, "task": task.name, "labels": list(task.labels)})}; '
+        'fine-tune it first (mode=train)')
+  _tell_differences(settings, origin, task)
   return _apply(settings, home, origin, task)
+
+
+def _in_words(head: Mapping[str, Any]) -> str:
+  return f'kind {head["kind"]}, task {head.get("task", "unknown")}, labels {head.get("labels", [])}'
+
+
+def _tell_differences(settings: Settings, origin: Origin, task: Task) -> None:
+  """Names what the model was trained with otherwise: its scores may be others than in training."""
+  now = task.facts | {'seq_lengths': list(settings.seq_lengths)}
+  then = {**origin.head, 'seq_lengths': origin.metadata['config'].get('seq_lengths')}
+  for name, value in now.items():
+    if then.get(name) not in (None, value):
+      logging.warning('The model was trained with %s %s; it is now %s', name, then[name], value)
 
 
 def _apply(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> int:
   """Evaluates or predicts with a fine-tuned model.
 
-  mode=eval prints scores as JSON and writes scores.json; mode=predict writes the files of the task
-  into WORKDIR/predictions.
+  mode=eval prints scores as JSON and writes scores_SPLIT.json; mode=predict writes the files of the
+  task into WORKDIR/predictions.
 
   Raises:
     ConfigError: no data, or no labels to evaluate with.
   """
   if not task.splits:
-    raise ConfigError('no data to evaluate or predict: set data.path, data.dev or data.test')
-  mesh = sharding.make_mesh(settings.mesh)
+    raise ConfigError('no data: set data.path, or data.dev to evaluate (mode=eval), data.test to '
+                      'predict (mode=predict)')
   head = heads.HeadConfig(**origin.head['config']) if 'config' in origin.head else (
       heads.HeadConfig(task.kind, task.num_outputs))
+  mesh = open_mesh(settings, origin, head)
   bert = bert_config(settings, origin, mesh)
   build = lambda rngs: heads.HEADS[task.kind](bert, head, rngs)
   with jax.set_mesh(mesh):
@@ -71,7 +94,7 @@ def _apply(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) 
         _report(workdir, split, found)
       elif jax.process_index() == 0:
         for file in split.write(found.outputs, workdir / 'predictions'):
-          logging.info('%s: %d predictions in %s', split.name, len(split.examples), file)
+          logging.info('%s: the predictions are in %s', split.name, file)
   return 0
 
 

@@ -20,7 +20,7 @@ from bertjax.finetune import run as run_lib
 from bertjax.finetune import settings as settings_lib
 from bertjax.finetune.job import Origin
 from bertjax.finetune.settings import Settings
-from bertjax.finetune.task import Split, Task
+from bertjax.finetune.task import Split, Task, asked_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,8 @@ class SquadData:
   strict: bool = False
 
   def __post_init__(self):
+    if self.max_train_questions < 0:
+      raise ConfigError(f'data.max_train_questions is {self.max_train_questions}; 0 takes all')
     if self.version not in (1, 2):
       raise ConfigError(f'data.version is {self.version}; it must be 1 (SQuAD v1.1) or 2 (v2.0)')
 
@@ -57,6 +59,9 @@ class SquadData:
 def load(settings: Settings, origin: Origin) -> Task:
   """The task with what its mode needs: train and dev, dev, or what is to be predicted."""
   data, mode = settings.data, settings.mode
+  if mode != 'train' and origin.head.get('version', data.version) != data.version:
+    raise ConfigError(f'{origin.path} was trained on version {origin.head["version"]}: set '
+                      f'data.version={origin.head["version"]} (now {data.version})')
   threshold = float(origin.head.get('null_threshold', 0.0)) if mode != 'train' else 0.0
 
   def windows(questions, training):
@@ -79,8 +84,8 @@ def load(settings: Settings, origin: Origin) -> Task:
     score = lambda outputs: _scores(questions, answers(outputs), data.version, threshold)
     return Split(name, made.examples, score if labelled else None, write), questions
 
-  path = (data.test or data.dev) if mode == 'predict' else data.dev
-  found = (split('test' if mode == 'predict' else 'dev', path),) if path else ()
+  asked = asked_file(data, mode)
+  found = (split(*asked),) if asked else ()
   train, baseline = None, {}
   if mode == 'train':
     if not data.train:

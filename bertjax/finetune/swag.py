@@ -15,7 +15,7 @@ from bertjax.finetune import run as run_lib
 from bertjax.finetune import settings as settings_lib
 from bertjax.finetune.job import Origin
 from bertjax.finetune.settings import Settings
-from bertjax.finetune.task import Split, Task
+from bertjax.finetune.task import Split, Task, asked_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ def load(settings: Settings, origin: Origin) -> Task:
     score = None if rows.labels is None else lambda outputs: swag.scores(outputs, rows.labels)
     return Split(name, swag.encode(rows, origin.tokenizer, settings.max_length), score, write)
 
-  path = (data.test or data.dev) if mode == 'predict' else data.dev
-  splits = (split('test' if mode == 'predict' else 'dev', path),) if path else ()
+  asked = asked_file(data, mode)
+  splits = (split(*asked),) if asked else ()
   train = None
   if mode == 'train':
     if not data.train:

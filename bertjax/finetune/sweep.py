@@ -42,21 +42,39 @@ def run(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
   results = []
   for name, own in runs(settings):
     folder = workdir / name if name else workdir
+    record = {'task': task.name, 'seed': own.seed, 'folder': name,
+              'learning_rate': own.optimizer_settings(1).learning_rate}
     try:
       code = train.train(job(own, folder, origin, task), folder)
+      if code:
+        return code
+      record |= _result(folder, task)
     except NonFiniteError as error:
       if not name:
         raise
-      logging.error('%s: %s', folder, error)  # a failed run; the others go on
-      code = 0
-    if code:
-      return code
-    results.append(_result(own, folder, task))
+      logging.error('%s: %s', folder, error)  # the other runs go on
+      metric = own.evaluate.metric or task.metric
+      record |= {'metric': metric, 'score': None, 'baseline': task.baseline.get(metric),
+                 'failed': True}
+    results.append(record)
   if jax.process_index() == 0:
     write_files(workdir, {RESULTS: (json.dumps(results, indent=2) + '\n').encode()})
     if len(results) > 1:
       print(table(results))
+      print(f'the best run: {best_run(workdir) or "none"}')
   return 0
+
+
+def best_run(workdir: epath.Path) -> epath.Path | None:
+  """The folder of the best run of a sweep, by its results.json; None where there was no sweep."""
+  if not (workdir / RESULTS).exists():
+    return None
+  results = json.loads((workdir / RESULTS).read_text(encoding='utf-8'))
+  judged = [one for one in results if one.get('folder') and one.get('score') is not None]
+  if not judged:
+    return None
+  sign = -1 if judged[0]['metric'].endswith('loss') else 1
+  return workdir / max(judged, key=lambda one: sign * one['score'])['folder']
 
 
 def runs(settings: Settings) -> list[tuple[str, Settings]]:
@@ -71,12 +89,10 @@ def runs(settings: Settings) -> list[tuple[str, Settings]]:
       for rate, seed in itertools.product(rates, settings.seeds or (settings.seed,))]
 
 
-def _result(settings: Settings, folder: epath.Path, task: Task) -> dict[str, Any]:
-  found = {'task': task.name, 'seed': settings.seed,
-           'learning_rate': settings.optimizer_settings(1).learning_rate}
+def _result(folder: epath.Path, task: Task) -> dict[str, Any]:
   stored = best.read(folder)
   if stored is None:
-    return found
+    return {}
   metric = stored['metric']
   score, baseline = stored['scores'][metric], task.baseline.get(metric)
   # An undefined score (say, of equal predictions) is no better than an undefined baseline.
@@ -84,8 +100,8 @@ def _result(settings: Settings, folder: epath.Path, task: Task) -> dict[str, Any
   if failed:
     logging.warning('%s: %s is %s, no better than knowing nothing (%s)', folder, metric, score,
                     baseline)
-  return found | {'metric': metric, 'step': stored['step'], 'score': score,
-                  'baseline': baseline, 'failed': failed, 'scores': stored['scores']}
+  return {'metric': metric, 'step': stored['step'], 'score': score, 'baseline': baseline,
+          'failed': failed, 'scores': stored['scores']}
 
 
 def table(results: list[dict[str, Any]]) -> str:

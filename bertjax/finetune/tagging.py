@@ -14,9 +14,9 @@ from bertjax.data import tagging
 from bertjax.evals import entity_scores
 from bertjax.finetune import run as run_lib
 from bertjax.finetune import settings as settings_lib
-from bertjax.finetune.job import Origin
+from bertjax.finetune.job import Origin, need_kind
 from bertjax.finetune.settings import Settings
-from bertjax.finetune.task import Split, Task
+from bertjax.finetune.task import Split, Task, asked_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ def load(settings: Settings, origin: Origin) -> Task:
   tag_column = data.tag_column if mode != 'predict' or data.test_has_tags else None
   read = lambda path, scheme=data.scheme: tagging.read(
       path, scheme=scheme, token_column=data.token_column, tag_column=tag_column)
-  encode = lambda sentences, labels: tagging.encode(
-      sentences, origin.tokenizer, labels, settings.max_length, data.stride or None)
+  encode = lambda sentences, labels, training=False: tagging.encode(
+      sentences, origin.tokenizer, labels, settings.max_length, data.stride or None, training)
   train, scheme = None, data.scheme
   if mode == 'train':
     if not data.train:
@@ -59,8 +59,9 @@ def load(settings: Settings, origin: Origin) -> Task:
     stored = origin.head.get('labels', [])
     if origin.head['kind'] == 'tagging' and sorted(stored) == sorted(labels):
       labels = list(stored)  # names, not numbers, connect data and head
-    train = encode(sentences, labels).examples
+    train = encode(sentences, labels, training=True).examples
   else:
+    need_kind(origin, 'tagging')
     labels = list(origin.head.get('labels', []))
 
   def split(name: str, path: str) -> tuple[Split, tagging.Sentences]:
@@ -76,8 +77,8 @@ def load(settings: Settings, origin: Origin) -> Task:
         lambda outputs: _scores(sentences, tagging.predictions(windows, outputs)))
     return Split(name, windows.examples, score, write), sentences
 
-  path = (data.test or data.dev) if mode == 'predict' else data.dev
-  found = (split('test' if mode == 'predict' else 'dev', path),) if path else ()
+  asked = asked_file(data, mode)
+  found = (split(*asked),) if asked else ()
   plain = data.scheme == 'plain'
   baseline = {}
   if found and found[0][1].tags is not None:

@@ -11,6 +11,7 @@ from jaxtyping import Float32
 from bertjax.data.examples import Examples
 from bertjax.job import Scores
 
+CUSTOM = 'custom'  # the name of a task on a person's own texts
 Outputs = Float32[np.ndarray, 'N ...']
 
 
@@ -34,6 +35,18 @@ class Split:
   examples: Examples
   scores: Callable[[Outputs], Scores] | None
   write: Callable[[Outputs, epath.Path], list[epath.Path]]
+
+
+def asked_file(data: Any, mode: str) -> tuple[str, str] | None:
+  """Name and path of the one file that is evaluated, or predicted with mode='predict'.
+
+  Args:
+    data: has paths `dev` and `test`; a dev file may be predicted as well.
+    mode: 'train', 'eval' or 'predict'.
+  """
+  if mode == 'predict' and (data.test or data.dev):
+    return 'test', data.test or data.dev
+  return ('dev', data.dev) if mode != 'predict' and data.dev else None
 
 
 @dataclasses.dataclass(frozen=True)

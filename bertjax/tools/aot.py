@@ -1,45 +1,33 @@
-"""Compiles the real train step for a real TPU topology, on a machine without a TPU.
+"""Compiles the real train step for TPUs or NVIDIA GPUs, on a machine that has none.
 
   python -m bertjax.tools.aot --config configs/large.py:fast --topology v5e:4x4 --fsdp 16 \
       --batch_size 384
   python -m bertjax.tools.aot --config configs/large.py:fast --topology v5e:4x4 --fsdp 16 --search
+  python -m bertjax.tools.aot --config configs/large.py --topology h200:8
 
 It says whether the step fits, and what it does: memory by kind, collectives, FLOPs. It says nothing
 about speed but the arithmetic intensity. `--search` finds the most rows for each remat policy and
-the cheapest policy for the batch asked for; every try is one compilation.
+the cheapest policy for the batch asked for: about three compilations for each policy.
 
-It needs libtpu (`pip install -e '.[tpu]'`). Exit codes: 0 it fits, 1 it does not, 2 it cannot be
-tried.
+It needs libtpu (`pip install -e '.[tpu]'`) or JAX's CUDA plugin (jax-cuda13-plugin, of the version
+of jaxlib). Exit codes: 0 it fits, 1 it does not, 2 it cannot be tried.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import importlib.util
 import json
-import os
 import re
 import sys
-import tempfile
 import time
 from typing import Any
 
-# libtpu reads these when it is loaded. One process is no reason to lock out the next, and there is
-# no metadata server to ask what machine this is.
-_ENVIRONMENT = {'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', 'TPU_SKIP_MDS_QUERY': '1',
-                'TPU_ACCELERATOR_TYPE': 'v5litepod-4', 'TPU_WORKER_HOSTNAMES': 'localhost',
-                'TPU_STDERR_LOG_LEVEL': '1', 'JAX_PLATFORMS': 'cpu'}
+from bertjax.tools import aot_chips
+from bertjax.tools.aot_chips import AotError
+
 _GIB = 2**30
-# Main memory that a program may use (GiB) and its bandwidth (bytes/s), of one JAX device.
-# Source: cloud.google.com/tpu/docs/system-architecture-tpu-vm; XLA keeps a quarter of a GiB.
-_MEMORY = {'v4': (31.75, 1228e9), 'v5e': (15.75, 819e9), 'v5p': (94.75, 2765e9),
-           'v6e': (31.25, 1640e9)}
-# From nothing that is computed twice to everything.
-_POLICIES = ('none', 'dense_attention', 'dense', 'full')
-
-
-class AotError(ValueError):
-  """What cannot be tried; the message says the mend."""
+# From nothing that is computed twice to everything, for each attention; see model.REMAT_POLICIES.
+_POLICIES = {'splash': ('none', 'dense_attention', 'dense', 'full'),
+             'cudnn': ('none', 'dense', 'full'), 'xla': ('none', 'dots', 'dense', 'full')}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +38,13 @@ class Plan:
     settings: of the run, with the one phase that is compiled.
     bert: of the model, attention chosen.
     mesh: of the topology's devices.
-    generation: of the chips: v4, v5e, v5p or v6e.
+    chip: what each of them is.
   """
 
   settings: Any
   bert: Any
   mesh: Any
-  generation: str
+  chip: aot_chips.Chip
 
   @property
   def rows(self) -> float:
@@ -115,7 +103,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
   """The step that the arguments ask for.
 
   Raises:
-    AotError: a topology that libtpu does not know.
+    AotError: a topology that the compiler does not know.
     ConfigError, MeshError, AttentionError: a configuration that cannot be run.
   """
   from bertjax import attention, sharding
@@ -133,31 +121,12 @@ def make_plan(args: argparse.Namespace) -> Plan:
       settings, phases=(phase,), model={**settings.model, **changes},
       mesh=sharding.MeshSettings(-1, args.fsdp, args.model))
   bert = settings.bert_config(settings.data.vocab_size)
-  mesh = sharding.make_mesh(settings.mesh, _devices(args.topology))
+  mesh = sharding.make_mesh(settings.mesh, aot_chips.devices(args.topology))
   settings_lib.check_batches(settings, mesh.shape['data'] * mesh.shape['fsdp'], 1)
-  chosen = attention.choose(bert, 'tpu', phase.seq_length, model_ways=mesh.shape['model'])
-  bert = dataclasses.replace(bert, attention=chosen)
-  return Plan(settings, bert, mesh, args.topology.split(':')[0])
-
-
-def _devices(topology: str) -> list:
-  """The devices of a topology that is nowhere near.
-
-  Raises:
-    AotError: no such topology.
-  """
-  from jax.experimental import topologies
-
-  if topology.split(':')[0] not in _MEMORY:
-    raise AotError(f'--topology {topology}: known are {", ".join(_MEMORY)}, e.g. v5e:4x4')
-  # Both cores of a v4 chip are one device, as on Cloud TPU; libtpu's default is a device for each.
-  options = {'chip_config_name': 'megacore'} if topology.startswith('v4:') else {}
-  try:
-    with _captured_stderr():
-      found = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
-  except Exception as error:  # libtpu raises what it likes
-    raise AotError(f'--topology {topology}: libtpu says: {str(error).splitlines()[0]}') from error
-  return list(found.devices)
+  chip = aot_chips.chip(args.topology)
+  chosen = attention.choose(
+      bert, chip.platform, phase.seq_length, model_ways=mesh.shape['model'])
+  return Plan(settings, dataclasses.replace(bert, attention=chosen), mesh, chip)
 
 
 def compile_plan(plan: Plan, full_effort: bool = False) -> Report:
@@ -166,26 +135,40 @@ def compile_plan(plan: Plan, full_effort: bool = False) -> Report:
   Args:
     plan: what to compile.
     full_effort: as a TPU would; otherwise the compiler does not try for speed, which takes a fifth
-      of the time and needs the same memory to within half a GiB.
+      of the time and needs the same memory to within half a GiB. A GPU knows no such difference.
+
+  Raises:
+    AotError: cuDNN attention is to be compiled, and there is no cuDNN.
   """
   import jax
 
   lowered = _lower(plan)
-  options = None if full_effort else {'exec_time_optimization_effort': -1.0}
+  on_gpu = plan.chip.platform == 'gpu'
+  options = None if full_effort or on_gpu else {'exec_time_optimization_effort': -1.0}
   began, began_cpu = time.perf_counter(), time.process_time()
-  with _captured_stderr() as said:
+  seconds = lambda: (time.perf_counter() - began, time.process_time() - began_cpu)
+  with aot_chips.captured_stderr() as said:
     try:
       compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
       if 'RESOURCE_EXHAUSTED' not in str(error):
         raise
-      return Report(False, plan.bert.remat, plan.rows, {'needed': _needed(str(error))})
-  seconds = (time.perf_counter() - began, time.process_time() - began_cpu)
-  return _report(plan, compiled, seconds, said[0])
+      return Report(False, plan.bert.remat, plan.rows, {'needed': _needed(str(error))},
+                    compile_s=seconds())
+  report = _report(plan, compiled, seconds(), said[0])
+  if report.memory['peak'] <= plan.chip.memory:
+    return report
+  # Without a GPU, CUDA's compiler has no limit to run into.
+  return dataclasses.replace(
+      report, fits=False, memory={**report.memory, 'needed': report.memory['peak']})
 
 
 def _lower(plan: Plan):
-  """The step of train.py on shapes: nothing is allocated."""
+  """The step of train.py on shapes: nothing is allocated.
+
+  Raises:
+    AotError: see `compile_plan`.
+  """
   import jax
 
   from bertjax import heads, objectives, optim, state, step
@@ -202,8 +185,16 @@ def _lower(plan: Plan):
     batch = pretrain.batch_shapes(examples, phase.batch_size)
     if packed:
       batch = packing.batch_shapes(examples, phase.max_examples_per_row, phase.batch_size)
-    return step.jit_train_step(train_step, like).lower(
-        like, loader.global_shapes(batch, plan.mesh))
+    try:
+      return step.jit_train_step(train_step, like).lower(
+          like, loader.global_shapes(batch, plan.mesh))
+    except RuntimeError as error:
+      if 'cuDNN' not in str(error):
+        raise
+      raise AotError(
+          "cudnn attention can be compiled only where cuDNN's library is: pip install "
+          'nvidia-cudnn-cu13. Or compile plain attention, which needs far more memory: '
+          '--attention=xla') from error
 
 
 def _needed(message: str) -> int:
@@ -213,23 +204,6 @@ def _needed(message: str) -> int:
     return 0
   number, unit = (part for part in found.groups() if part)
   return int(float(number) * {'M': 2**20, 'G': _GIB}[unit])
-
-
-@contextlib.contextmanager
-def _captured_stderr():
-  """What C++ writes to stderr meanwhile, in a list that is filled at the end."""
-  said: list[str] = []
-  sys.stderr.flush()
-  with tempfile.TemporaryFile() as file:
-    saved = os.dup(2)
-    os.dup2(file.fileno(), 2)
-    try:
-      yield said
-    finally:
-      os.dup2(saved, 2)
-      os.close(saved)
-      file.seek(0)
-      said.append(file.read().decode('utf-8', 'replace'))
 
 
 def _report(plan: Plan, compiled, seconds: tuple[float, float], said: str) -> Report:
@@ -262,12 +236,16 @@ def _report(plan: Plan, compiled, seconds: tuple[float, float], said: str) -> Re
 
 
 def _kernel_products(kernel) -> tuple[int, int, int]:
-  """FLOPs of one [T, T] product of the splash kernel, how many it does, how many the model counts.
+  """FLOPs of a [T, T] product of an attention kernel, how many it does, how many the model counts.
 
   The backward kernel computes the scores again, as it must: it never had them in memory.
   """
-  rows, heads, length, width = next(dims for dims in kernel.operands if len(dims) == 4)
-  return 2 * rows * heads * length**2 * width, *((5, 4) if 'dkv' in kernel.name else (2, 2))
+  dims = next(dims for dims in kernel.operands if len(dims) == 4)
+  if kernel.name.startswith('__cudnn'):  # [B, T, N, H], and not splash's [B, N, T, H]
+    dims = (dims[0], dims[2], dims[1], dims[3])
+  rows, heads, length, width = dims
+  backward = 'dkv' in kernel.name or 'Backward' in kernel.name
+  return 2 * rows * heads * length**2 * width, *((5, 4) if backward else (2, 2))
 
 
 # --- Search --------------------------------------------------------------------------------------
@@ -281,35 +259,46 @@ def search(plan: Plan, full_effort: bool = False, tell=lambda report: None) -> l
     full_effort: see `compile_plan`.
     tell: is called with every try.
   """
-  found = [_most_rows(plan.with_remat(policy), full_effort, tell) for policy in _POLICIES]
-  return [report for report in found if report is not None]
+  found, rows = [], max(1, round(plan.rows))
+  for policy in _POLICIES[plan.bert.attention]:
+    report = _most_rows(plan.with_remat(policy), rows, full_effort, tell)
+    if report is not None:
+      found.append(report)
+      rows = max(rows, int(report.rows))  # the next policy keeps less
+  return found
 
 
-def _most_rows(plan: Plan, full_effort: bool, tell) -> Report | None:
-  limit, fitting, too_many = _MEMORY[plan.generation][0] * _GIB, [], None
-  rows = max(1, round(plan.rows))
-  for _ in range(8):
-    report = compile_plan(plan.with_rows(rows), full_effort)
-    tell(report)
-    if report.fits:
-      fitting = sorted([*fitting, report], key=lambda one: one.rows)[-2:]
-    else:
-      too_many = min(rows, too_many or rows)
-    below = int(fitting[-1].rows) if fitting else 0
-    if too_many is not None and too_many - below <= max(1, below // 32):
+def _most_rows(plan: Plan, rows: int, full_effort: bool, tell) -> Report | None:
+  """To within a row or a thirty-second; None if not one fits. `rows` is the first try."""
+  tried: list[Report] = []
+  for _ in range(6):
+    tried.append(compile_plan(plan.with_rows(rows), full_effort))
+    tell(tried[-1])
+    best = max((one for one in tried if one.fits), key=lambda one: one.rows, default=None)
+    below = int(best.rows) if best else 0
+    above = min((int(one.rows) for one in tried if not one.fits), default=None)
+    rows = max(1, _expected_rows(plan.chip.memory, tried))
+    if above is not None and rows >= above:  # there is no such line, or it ends there
+      rows = (below + above) // 2
+    if rows <= below + below // 32:
       break
-    # Memory grows with the rows along a line: two that fit say where it ends.
-    if len(fitting) == 2:
-      (less, more) = fitting
-      slope = (more.memory['peak'] - less.memory['peak']) / (more.rows - less.rows)
-      rows = int(more.rows + max(1, (limit - more.memory['peak']) / max(slope, 1)))
-    else:
-      rows = 2 * below or rows // 2
-    if too_many is not None:
-      rows = min(rows, too_many - 1)
-    if rows <= below:
-      break
-  return fitting[-1] if fitting else None
+  return best
+
+
+def _expected_rows(limit: float, tried: list[Report]) -> int:
+  """Where memory, which grows with the rows along a line, meets the limit."""
+  fitting = sorted((one for one in tried if one.fits), key=lambda one: one.rows)[-2:]
+  if not fitting:
+    least = min(tried, key=lambda one: one.rows)
+    return int(least.rows * (limit / least.memory['needed'] if least.memory['needed'] else 0.5))
+  last = fitting[-1]
+  # Of one try it is known that without any row its arguments are left.
+  rows, nbytes = 0, last.memory['arguments']
+  if len(fitting) == 2:
+    rows, nbytes = fitting[0].rows, fitting[0].memory['peak']
+  slope = (last.memory['peak'] - nbytes) / (last.rows - rows)
+  # Small steps say little about large ones.
+  return int(min(last.rows + (limit - last.memory['peak']) / max(slope, 1), 8 * last.rows))
 
 
 # --- What is printed -----------------------------------------------------------------------------
@@ -317,48 +306,69 @@ def _most_rows(plan: Plan, full_effort: bool, tell) -> Report | None:
 
 def describe(plan: Plan, report: Report) -> str:
   """A report in words."""
-  phase, (limit, bandwidth) = plan.settings.phases[0], _MEMORY[plan.generation]
+  phase, chip = plan.settings.phases[0], plan.chip
+  on_gpu = chip.platform == 'gpu'
+  noun, limit = 'GPU' if on_gpu else 'chip', f'{chip.memory / _GIB:.2f}'
   gib = {kind: f'{nbytes / _GIB:.2f}' for kind, nbytes in report.memory.items()}
   lines = [
-      f'{plan.generation}, {plan.mesh.size} chips, mesh {dict(plan.mesh.shape)}; '
+      f'{chip.generation}, {plan.mesh.size} {noun}s, mesh {dict(plan.mesh.shape)}; '
       f'{plan.bert.num_hidden_layers} layers of {plan.bert.hidden_size}, attention '
       f'{plan.bert.attention}, remat {report.remat}',
       f'batch        {phase.batch_size} x {phase.seq_length}, accumulated over '
-      f'{phase.accumulate}: {report.rows:g} rows a chip at a time']
+      f'{phase.accumulate}: {report.rows:g} rows a {noun} at a time']
   if not report.fits:
-    return '\n'.join([*lines, (
-        f'DOES NOT FIT {gib["needed"]} GiB are needed, and a chip has {limit}. Take a policy that '
-        f'keeps less (--remat, of {", ".join(_POLICIES)}), cut the batch into parts '
-        '(--accumulate), take a smaller one, or split the state over more chips (--fsdp); --search '
-        'tries them')])
+    lines.append(
+        f'DOES NOT FIT {gib["needed"]} GiB are needed, and a {noun} has {limit}. Take a policy '
+        f'that keeps less (--remat, of {", ".join(_POLICIES[plan.bert.attention])}), cut the batch '
+        'into parts (--accumulate), take a smaller one, or split the state over more '
+        f'{noun}s (--fsdp); --search tries the policies')
+  else:
+    lines.append(f'FITS         peak {gib["peak"]} of {limit} GiB a {noun}')
+  if 'arguments' in report.memory:
+    lines += _details(plan, report, gib, noun)
+  return '\n'.join([*lines, *(_warnings(plan) if on_gpu else ())])
+
+
+def _details(plan: Plan, report: Report, gib: dict[str, str], noun: str) -> list[str]:
+  from bertjax import metrics
+
   collectives = ', '.join(f'{kind} {count} ({nbytes / 1e9:.3f} GB)' for kind, (count, nbytes)
                           in sorted(report.collectives.items())) or 'none'
   loops = '; '.join(f'{trips} x {collectives or "no collectives"}'
                     for trips, collectives in report.loops)
-  from bertjax import metrics
-
   peak_flops = metrics.peak_flops(plan.mesh.devices.flat[0].device_kind) or float('nan')
-  return '\n'.join([
-      *lines,
-      f'FITS         peak {gib["peak"]} of {limit} GiB a chip',
+  return [
       f'memory       arguments {gib["arguments"]}, outputs {gib["outputs"]} of which donated '
       f'{gib["donated"]}, temporaries {gib["temporaries"]}, code {gib["code"]} GiB',
       f'collectives  {collectives}',
       f'loops        {loops}',
-      f'FLOPs        {report.flops / 1e12:.3f} T a step and chip; the model needs '
+      f'FLOPs        {report.flops / 1e12:.3f} T a step and {noun}; the model needs '
       f'{report.model_flops / 1e12:.3f} T, {report.repeated_share:.1%} of the forward pass is '
       'computed again',
-      f'intensity    {report.flops / report.hbm_bytes:.0f} FLOP a byte of main memory; the chip '
-      f'has {peak_flops / bandwidth:.0f}',
+      f'intensity    {report.flops / report.hbm_bytes:.0f} FLOP a byte of main memory; the {noun} '
+      f'has {peak_flops / plan.chip.bandwidth:.0f}',
       f'compiled in  {report.compile_s[0]:.0f} s ({report.compile_s[1]:.0f} s of CPU time), '
-      f'"involuntary full rematerialization" {report.rematerialised} times'])
+      f'"involuntary full rematerialization" {report.rematerialised} times']
+
+
+def _warnings(plan: Plan) -> list[str]:
+  """What compiling for a GPU that is not there does not show."""
+  lines = [
+      f'memory of a GPU: JAX takes {aot_chips.memory_fraction():.0%} of it '
+      '(XLA_PYTHON_CLIENT_MEM_FRACTION); the compiler itself refuses nothing here',
+      'This proves nothing about speed: XLA chooses its kernels by timing them on a GPU, and there '
+      'was none.']
+  if plan.bert.attention == 'cudnn':
+    lines.append('cuDNN plans its kernels on a GPU: the memory they work in is not counted')
+  return lines
 
 
 def main(argv: list[str] | None = None) -> int:
   """Prints the report; 0 if the step fits, 1 if not, 2 if it cannot be tried."""
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
   parser.add_argument('--config', required=True, help='e.g. configs/large.py:fast')
-  parser.add_argument('--topology', required=True, help='e.g. v5e:4x4; of v4, v5e, v5p, v6e')
+  parser.add_argument('--topology', required=True,
+                      help=f'e.g. v5e:4x4 or h200:8; of {", ".join(aot_chips.KNOWN)}')
   parser.add_argument('--phase', type=int, default=-1, help='which one; default: the last')
   parser.add_argument('--batch_size', type=int, help='default: that of the phase')
   parser.add_argument('--seq_length', type=int, help='default: that of the phase')
@@ -371,12 +381,11 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument('--full_effort', action='store_true', help='compile as a TPU would')
   parser.add_argument('--json', action='store_true')
   args = parser.parse_args(argv)
-  if importlib.util.find_spec('libtpu') is None:
-    print("libtpu is not installed; it compiles for TPUs on any Linux machine: pip install -e "
-          "'.[tpu]'", file=sys.stderr)
+  try:
+    aot_chips.prepare(args.topology)
+  except AotError as error:
+    print(error, file=sys.stderr)
     return 2
-  for name, value in _ENVIRONMENT.items():
-    os.environ.setdefault(name, value)
 
   from bertjax import errors
 
@@ -393,10 +402,7 @@ def _run(args: argparse.Namespace) -> int:
     report = compile_plan(plan, args.full_effort)
     print(json.dumps(dataclasses.asdict(report)) if args.json else describe(plan, report))
     return 0 if report.fits else 1
-  tell = lambda report: print(
-      f'  tried remat {report.remat}, {report.rows:g} rows a chip: '
-      f'{"fits" if report.fits else "does not fit"}', file=sys.stderr)
-  found = search(plan, args.full_effort, tell)
+  found = search(plan, args.full_effort, _tell)
   cheapest = next((report for report in found if report.rows >= plan.rows), None)
   if args.json:
     print(json.dumps({'most_rows': [dataclasses.asdict(report) for report in found],
@@ -409,6 +415,13 @@ def _run(args: argparse.Namespace) -> int:
   print(f'For {plan.rows:g} rows a chip: ' + (
       f'remat {cheapest.remat}' if cheapest else 'none of them fits; see --accumulate and --fsdp'))
   return 0 if cheapest else 1
+
+
+def _tell(report: Report):
+  nbytes = report.memory['peak' if report.fits else 'needed']
+  print(f'  tried remat {report.remat}, {report.rows:g} rows a chip: '
+        f'{"fits" if report.fits else "does not fit"}, {nbytes / _GIB:.2f} GiB '
+        f'({report.compile_s[1]:.0f} s of CPU time)', file=sys.stderr, flush=True)
 
 
 if __name__ == '__main__':

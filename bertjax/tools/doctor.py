@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
-from absl import logging
+from absl import flags, logging
 from jaxtyping import Int
+from ml_collections import config_flags
 
 from bertjax import settings as settings_lib
 from bertjax.data import console, pretrain, sampling, shards
@@ -71,7 +72,7 @@ def check_manifest(manifest: shards.Manifest) -> list[Finding]:
       f'{unknown:.2%} of all tokens are unknown ([UNK])',
       'train a tokenizer on this text, or check language and case of the vocabulary'))
   bad = manifest.encoding['bad_lines']
-  findings.append(_judge('warning', not bad, f'{bad} lines held bytes that are not UTF-8',
+  findings.append(_judge('warning', not bad, f'{bad} lines held what is not UTF-8',
                          'convert the text to UTF-8 and build again'))
   findings.append(Finding(
       'ok', f'unigram entropy {manifest.unigram_entropy:.3f} nats/token: the masked-LM loss of a '
@@ -195,11 +196,18 @@ def check_schedule(settings: settings_lib.Settings, streams) -> list[Finding]:
   return findings
 
 
-def load_config(path: str, data: Sequence[str]) -> settings_lib.Settings:
+def load_config(
+    path: str, data: Sequence[str], changes: Sequence[str] = ()
+) -> settings_lib.Settings:
   """The settings in a configuration file, with the data folders in place of its own.
 
+  Args:
+    path: the file, with its argument behind a colon.
+    data: folders of shards.
+    changes: as training takes them, e.g. '--config.optimizer.learning_rate=1e-3'.
+
   Raises:
-    ConfigError: no such file or function, or a configuration that cannot be run.
+    ConfigError: no such file, function or key, or a configuration that cannot be run.
   """
   name, _, argument = path.partition(':')
   if not pathlib.Path(name).is_file():
@@ -207,12 +215,19 @@ def load_config(path: str, data: Sequence[str]) -> settings_lib.Settings:
   sys.path.insert(0, str(pathlib.Path(name).resolve().parent.parent))  # for `from configs import`
   try:
     module = runpy.run_path(name)
+    if 'get_config' not in module:
+      raise settings_lib.ConfigError(f'{name} defines no function get_config()')
+    config = module['get_config'](*([argument] if argument else []))
+    own, argv = flags.FlagValues(), ['doctor', *changes]
+    config_flags.DEFINE_config_dict('config', config, flag_values=own, sys_argv=argv)
+    rest = own(argv)[1:]
+    config.data.path = ','.join(data)
+  except (AttributeError, IndexError, KeyError, TypeError, flags.Error) as error:
+    raise settings_lib.ConfigError(f'{path}: {error}') from error
   finally:
     sys.path.pop(0)
-  if 'get_config' not in module:
-    raise settings_lib.ConfigError(f'{name} defines no function get_config()')
-  config = module['get_config'](*([argument] if argument else []))
-  config.data.path = ','.join(data)
+  if rest:
+    raise settings_lib.ConfigError(f'{" ".join(rest)}: only --config.KEY=VALUE changes it')
   return settings_lib.from_config(config)
 
 
@@ -235,7 +250,8 @@ def show_examples(examples: dict[str, np.ndarray], tokenizer: Tokenizer, count: 
 
 
 def diagnose(
-    data: Sequence[str], config: str = '', num_examples: int = 4096, hashes: bool = True
+    data: Sequence[str], config: str = '', num_examples: int = 4096, hashes: bool = True,
+    changes: Sequence[str] = (),
 ) -> tuple[list[Finding], list[str]]:
   """Looks at everything.
 
@@ -245,6 +261,7 @@ def diagnose(
       next-sentence prediction.
     num_examples: how many examples are made and measured.
     hashes: whether all files are read to compare their SHA-256.
+    changes: of the configuration, see `load_config`.
 
   Returns:
     The findings, and a few examples as text.
@@ -254,7 +271,7 @@ def diagnose(
   task = pretrain.PretrainSettings()
   if config:
     try:
-      settings = load_config(config, data)
+      settings = load_config(config, data, changes)
       task = settings.pretrain_settings(0)
       findings.append(Finding('ok', f'{config} is a configuration that can be run'))
     except settings_lib.ConfigError as error:
@@ -262,7 +279,7 @@ def diagnose(
   splits, tokenizers = [], []
   for folder in data:
     try:
-      findings += _check_folder(folder, task.next_sentence, hashes, splits, tokenizers)
+      findings += _check_folder(folder, task, hashes, splits, tokenizers)
     except (shards.ShardError, TokenizerError, OSError) as error:
       findings.append(Finding('problem', str(error), 'as the message says'))
   if len(splits) < len(data):
@@ -275,13 +292,25 @@ def diagnose(
   return findings + more, shown
 
 
-def _check_folder(folder, next_sentence, hashes, splits, tokenizers) -> list[Finding]:
+def _check_heldout(split: shards.Split, tokenizer: Tokenizer, task) -> list[Finding]:
+  """Whether the run can evaluate on it as it trains."""
+  try:
+    pretrain.ExampleStream((split,), tokenizer, task, heldout=True, max_examples=64)
+  except sampling.SamplingError as error:
+    return [Finding('warning', f'held-out documents: {error}',
+                    'build with a larger --heldout, or next_sentence is not evaluated')]
+  return []
+
+
+def _check_folder(folder, task, hashes, splits, tokenizers) -> list[Finding]:
   manifest = shards.load_manifest(folder)
   findings = check_files(folder) if hashes else []
   findings += check_manifest(manifest)
   tokenizer = shards.load_tokenizer(folder)
   split = shards.open_split(folder)
-  findings += check_tokens(split, tokenizer) + check_documents(split, next_sentence)
+  findings += check_tokens(split, tokenizer) + check_documents(split, task.next_sentence)
+  if manifest.splits['heldout'].num_documents:
+    findings += _check_heldout(shards.open_split(folder, 'heldout'), tokenizer, task)
   splits.append(split)
   tokenizers.append(tokenizer)
   return findings
@@ -335,12 +364,19 @@ def main(argv: Sequence[str] | None = None) -> int:
       prog='python -m bertjax.tools.doctor', description=__doc__.split('\n\n')[0]
   )
   parser.add_argument('--data', nargs='+', required=True, help='folders of shards')
-  parser.add_argument('--config', default='', help='a configuration, e.g. configs/base.py')
+  parser.add_argument('--config', default='', help='a configuration, e.g. configs/base.py; '
+                      '--config.KEY=VALUE changes it as in training')
   parser.add_argument('--num_examples', type=int, default=4096, help='examples to measure')
   parser.add_argument('--no_hashes', action='store_true', help='do not read all files')
-  args = parser.parse_args(argv)
+  args, changes = parser.parse_known_args(argv)
+  if args.num_examples < 1:
+    parser.error('--num_examples must be at least 1')
+  if changes and not args.config:
+    parser.error(f'unknown arguments: {" ".join(changes)}')
+  data = [folder for given in args.data for folder in given.split(',') if folder]
   console.log_plainly(logging.ERROR)  # What the pipeline warns of is among the findings.
-  findings, shown = diagnose(args.data, args.config, args.num_examples, not args.no_hashes)
+  findings, shown = diagnose(
+      data, args.config, args.num_examples, not args.no_hashes, changes)
   for line in [*findings, *shown]:
     print(line)
   problems = sum(finding.level == 'problem' for finding in findings)

@@ -34,7 +34,8 @@ def main(argv: list[str] | None = None) -> int:
       prog='python -m bertjax.tools.features', description=__doc__,
       formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--checkpoint', required=True, help='workdir, or one step of it')
-  parser.add_argument('--step', type=int, help='which step; the newest complete one if not given')
+  parser.add_argument('--step', type=int, help='which step; if not given, the best of a '
+                      'fine-tuning, else the newest complete one')
   parser.add_argument('--input', required=True, help='text file, one text a line')
   parser.add_argument('--output', required=True, help='the .npz file to write')
   parser.add_argument('--layers', type=_layers, default=[-1], metavar='LIST',
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
   from bertjax import api, checkpoint, features  # they load JAX: not needed for --help
   from bertjax.data import console
+  from bertjax.data.encoding import TokenizerError
 
   console.log_plainly()
   try:
@@ -57,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = features.encode(texts, model.tokenizer, model.config.max_position_embeddings,
                            flags.truncate, flags.input)
     features.write(model, rows, flags.output, flags.layers, flags.pooling, flags.batch_size)
-  except (features.FeatureError, checkpoint.CheckpointError, OSError) as error:
+  except (features.FeatureError, checkpoint.CheckpointError, TokenizerError, OSError) as error:
     print(f'features: {error}', file=sys.stderr)
     return 2
   print(f'{flags.output}: {len(rows)} texts, {sum(len(row["input_ids"]) for row in rows)} tokens')

@@ -15,18 +15,21 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument('--top', type=int, default=5, help='candidates for each mask')
   parser.add_argument('text', nargs='+', help='sentences with [MASK] in them')
   args = parser.parse_args(argv)
+  if args.top < 1:
+    parser.error('--top must be at least 1')
 
-  from bertjax import api, checkpoint  # they load JAX: not needed for --help
+  from bertjax import api, errors  # they load JAX: not needed for --help
 
   try:
     model = api.load(args.checkpoint, args.step)
     for text in args.text:
+      found = model.fill_mask(text, args.top)
       print(text)
-      for number, guesses in enumerate(model.fill_mask(text, args.top), 1):
+      for number, guesses in enumerate(found, 1):
         words = '  '.join(f'{guess.token} {guess.probability:.3f}' for guess in guesses)
         print(f'  {number}: {words}')
-  except (api.HeadError, api.MaskError, checkpoint.CheckpointError) as error:
-    print(error, file=sys.stderr)
+  except (api.HeadError, api.MaskError, *errors.EXPECTED) as error:
+    print(f'error: {error}', file=sys.stderr)
     return 2
   return 0
 

@@ -19,6 +19,7 @@ _HEADER = re.compile(r'(ENTRY )?%?([\w.\-]+) \(.*\{\s*$')
 _CALLED = re.compile(
     r'\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)|'
     r'\bbranch_computations=\{([^}]*)\}')
+_KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|__cudnn\$fmha\w+)"')
 # They only name or rearrange what is there already.
 _FREE = ('parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while', 'conditional',
          'call', 'after-all', 'partition-id', 'optimization-barrier')
@@ -106,7 +107,10 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """A Pallas kernel for TPUs, with the sizes of its operands."""
+  """A kernel that XLA does not see into, with the sizes of its operands.
+
+  Of Pallas, for TPUs, by its own name, or attention of cuDNN: `__cudnn$fmha...`.
+  """
 
   name: str
   operands: tuple[tuple[int, ...], ...]
@@ -120,7 +124,7 @@ class Analysis:
     collectives: traffic by kind.
     loops: in the order in which they are met.
     matmul_flops: of dot and convolution instructions, two per multiplication.
-    kernels: how often each Pallas kernel runs; `matmul_flops` knows nothing of them.
+    kernels: how often each of them runs; `matmul_flops` knows nothing of them.
     hbm_bytes: what instructions read from main memory and write to it: an estimate.
   """
 
@@ -145,9 +149,11 @@ def analyse(text: str) -> Analysis:
     computation = program.computations[name]
     for instruction in computation.values():
       flops += count * _flops(instruction, computation)
-      if 'custom_call_target="tpu_custom_call"' in instruction.attributes:
+      target = _KERNEL.search(instruction.attributes)
+      if target:
+        name = target[1] if 'cudnn' in target[1] else re.sub(r'\.\d+$', '', instruction.name)
         operands = tuple(_operand(computation, one).dims for one in instruction.operands)
-        kernels[Kernel(re.sub(r'\.\d+$', '', instruction.name), operands)] += count
+        kernels[Kernel(name, operands)] += count
   return Analysis(
       collectives=_traffic(program, times),
       loops=tuple(

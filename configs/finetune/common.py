@@ -47,7 +47,8 @@ def get_config() -> ConfigDict:
       'freeze': 'none',
       'freeze_layers': 0,
   })
-  config.mesh = ConfigDict({'data': -1, 'fsdp': 1, 'model': 1})
+  # Devices along each axis; or --config.mesh.auto=True chooses them and logs why.
+  config.mesh = ConfigDict({'data': -1, 'fsdp': 1, 'model': 1, 'auto': False})
   config.checkpoint = ConfigDict({'every': 0, 'keep_last': 1})  # 0: once an epoch
   config.evaluate = ConfigDict({'every': 0, 'metric': '', 'patience': 0, 'batch_size': 0})
   return config
