@@ -48,6 +48,6 @@ setuptools.setup(
         'tpu': ['jax[tpu]>=0.10'],  # also for bertjax.tools.aot, on a machine without a TPU
         'cuda': ['jax[cuda13]>=0.10'],
         'gcs': ['gcsfs'],
-        'parity': ['torch', 'transformers>=5'],  # tests/golden/parity_*.py only
+        'parity': ['torch', 'transformers>=5'],  # tests/golden/parity_*.py, tests/peers
     },
 )

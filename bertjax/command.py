@@ -40,29 +40,33 @@ def _parse(argv: Sequence[str]) -> list[str]:
   # A string cannot take the place of a group of keys.
   argv = ['--config.mesh.auto=True' if text == '--config.mesh=auto' else text for text in argv]
   try:
-    rest = app.parse_flags_with_usage(argv)
+    rest = flags.FLAGS(argv)
     if _CONFIG.value is not None:
       _CONFIG.value.keys()  # a file that cannot be loaded is told of when it is looked at
     return rest
-  except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
+  except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError,
+          flags.Error) as error:
     cause = error
     while cause.args and isinstance(cause.args[0], Exception):  # config_flags wraps them
       cause = cause.args[0]
-    text = ' '.join(str(cause.args[0] if isinstance(cause, KeyError) else cause).split())
+    text = str(cause.args[0] if isinstance(cause, KeyError) else cause)
+    if 'Traceback' in text:  # what get_config(...) raised
+      text = text.strip().split('\n')[-1]
     if ' ' not in text:  # a KeyError's bare key
       text = f'there is no {text} in the configuration'
-    print(f'error: --config: {text}', file=sys.stderr)
+    where = '' if isinstance(error, flags.Error) else '--config: '
+    print(f'error: {where}{" ".join(text.split())}', file=sys.stderr)
     sys.exit(2)
 
 
 def _main(argv: Sequence[str], entry) -> int:
   if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}')
+    raise app.UsageError(f'unknown arguments: {" ".join(argv[1:])}', exitcode=2)
   given = [flag.value is not None for flag in (_COORDINATOR, _PROCESSES, _PROCESS)]
   if any(given) and not all(given):
     raise app.UsageError(
         '--coordinator_address, --num_processes and --process_id go together: without one of them '
-        'each process would train alone, into one workdir')
+        'each process would train alone, into one workdir', exitcode=2)
   logging.set_verbosity(logging.INFO)
   logging.get_absl_handler().setFormatter(
       python_logging.Formatter('%(asctime)s %(levelname).1s %(message)s', '%H:%M:%S'))

@@ -4,7 +4,7 @@
 
 Running the same command on the same workdir resumes. Exit codes: 0 training is complete; 143
 stopped by a signal after a save, restart me; 75 another process is gone, restart all; 1 an error,
-in words, or wrong flags; 2 a configuration or data that cannot be used.
+in words; 2 flags, a configuration or data that cannot be used.
 """
 
 from bertjax import command

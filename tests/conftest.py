@@ -13,6 +13,7 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
 
 import pytest
+from absl import logging
 from jaxtyping import install_import_hook
 
 # Every annotated function of the package checks its array shapes while the suite runs.
@@ -24,6 +25,12 @@ def find_shared() -> pathlib.Path | None:
   named = os.environ.get('BERTJAX_SHARED')
   folder = pathlib.Path(named) if named else pathlib.Path(__file__).parents[2] / 'shared'
   return folder if folder.is_dir() else None
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_logged():
+  """Commands that were called in a test set how much is said; the next test may look at the log."""
+  logging.set_verbosity(logging.INFO)
 
 
 @pytest.fixture(scope='session')

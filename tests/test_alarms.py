@@ -32,7 +32,7 @@ def run(alarms, steps, start=0, **values):
 def test_not_finite_stops_and_names_the_step(name, value):
   alarms = Alarms()
   alarms.update(41, step_metrics())
-  with pytest.raises(NonFiniteError, match=f'step 42: {name} is {value}.*last checkpoint is good'):
+  with pytest.raises(NonFiniteError, match=f'step 42: {name} is {value}.*this state is not saved'):
     alarms.update(42, step_metrics() | {name: value})
 
 

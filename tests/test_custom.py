@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bertjax.data import custom, tokenizer
+from bertjax.data import rows as rows_lib
 from bertjax.data.custom import Task, find_labels, read
 from bertjax.data.rows import Rows, RowsError
 
@@ -218,7 +219,7 @@ def test_encode_scores_and_one_row(tmp_path):
   file = write(tmp_path / 'x.tsv', 'text\tlabel\nIt rains.\tred\n')
   task = Task('multi_label', labels=('blue', 'red'))
   rows = read(task, file, 'dev')
-  encoded = custom.encode(rows, tokenizer.train(['It rains.'] * 4, vocab_size=40), 16)
+  encoded = rows_lib.encode(rows, tokenizer.train(['It rains.'] * 4, vocab_size=40), 16)
   assert len(encoded) == 1
   assert encoded.values['labels'].tolist() == [[0, 1]]
   found = custom.scores(task, np.array([[-1.0, 2.0]], np.float32), rows.labels)

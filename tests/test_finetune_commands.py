@@ -176,7 +176,7 @@ def test_what_a_user_can_mend_is_said_in_words_and_leaves_nothing(home, tmp_path
   (tmp_path / 'binary.tsv').write_bytes(bytes(range(256)))
   cases = {
       f'--config.data.train={tmp_path}/binary.tsv': (2, 'binary.tsv'),
-      '--config.init_from=nowhere': (1, 'nowhere'),
+      '--config.init_from=nowhere': (2, 'nowhere'),
       '--config.optimizer.learning_rat=1e-3': (2, 'Did you mean "learning_rate"'),
       '--config.mode=predict': (2, 'fine-tune it first'),
   }

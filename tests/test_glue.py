@@ -420,7 +420,7 @@ def test_encode_is_googles(golden, tmp_path):
     for pair in pairs:
       text_b = None if pair['b'] is None else [pair['b']]
       rows = rows_lib.Rows(['0'], [pair['a']], text_b, None, 'pairs')
-      found = glue.encode(rows, tok, pair['max_length']).tokens
+      found = rows_lib.encode(rows, tok, pair['max_length']).tokens
       assert found['input_ids'][0].tolist() == pair['input_ids']
       assert found['token_type_ids'][0].tolist() == pair['segment_ids']
 
@@ -430,7 +430,7 @@ def test_encode(tmp_path, monkeypatch):
   monkeypatch.setattr(rows_lib.logging, 'info', lambda text, *args: said.append(text % args))
   tok = tiny_tokenizer()
   rows = read('rte', write(tmp_path / 'x.tsv', RTE), 'train')
-  whole = glue.encode(rows, tok, 64)
+  whole = rows_lib.encode(rows, tok, 64)
   assert len(whole) == 2
   assert whole.values['labels'].tolist() == [0, 1]
   assert whole.pad_id == tok.pad_id
@@ -438,21 +438,21 @@ def test_encode(tmp_path, monkeypatch):
   assert first[0] == tok.cls_id
   assert (first == tok.sep_id).sum() == 2
   longest = int(whole.lengths.max())
-  cut = glue.encode(rows, tok, longest - 1)
+  cut = rows_lib.encode(rows, tok, longest - 1)
   assert cut.lengths.max() == longest - 1
   ends = (whole.lengths > longest - 1).sum()
   assert [line for line in said if 'cut to' in line] == [
       f'{rows.source}: 0 of 2 rows cut to 64 tokens',
       f'{rows.source}: {ends} of 2 rows cut to {longest - 1} tokens']
-  assert glue.encode(rows, tok, 5).lengths.tolist() == [5, 5]
+  assert rows_lib.encode(rows, tok, 5).lengths.tolist() == [5, 5]
   with pytest.raises(RowsError, match='max_length 4 leaves no room'):
-    glue.encode(rows, tok, 4)
+    rows_lib.encode(rows, tok, 4)
 
 
 def test_b133_one_row(tmp_path):
   file = write(tmp_path / 'one.tsv', 'index\tsentence\n7\tIt rains.\n')
   rows = read('sst2', file, 'test')
-  encoded = glue.encode(rows, tiny_tokenizer(), 16)
+  encoded = rows_lib.encode(rows, tiny_tokenizer(), 16)
   assert len(encoded) == 1
   assert 'labels' not in encoded.values
   path = glue.write_submission('sst2', 'test', rows, np.eye(2)[[1]], tmp_path / 'new' / 'folder')

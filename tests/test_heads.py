@@ -341,8 +341,7 @@ def dropping(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('kind, how', [
-    *((kind, how) for kind in KINDS for how in ({'data': 8}, {'accumulate': 4, 'data': 2})),
-    ('classification', {'accumulate': 2}), ('choice', {'accumulate': 2})], ids=str)
+    *((kind, {'accumulate': 4, 'data': 2}) for kind in KINDS), ('choice', {'data': 8})], ids=str)
 def test_b050_devices_and_parts_change_neither_losses_nor_weights(alone, kind, how):
   """A filler is among the rows, labels are spread unevenly, and dropout is on."""
   _, wanted, wanted_metrics = alone(kind)

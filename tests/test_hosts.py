@@ -396,16 +396,18 @@ def test_b080_b082_three_shards_for_two_processes_end_at_the_same_step(whole):
 @pytest.mark.slow
 def test_a_killed_process_ends_the_other_and_both_resume_to_the_same_weights(
     home, whole, tmp_path):
-  """Three of the ten kills that the issue asks for: at start-up, and twice during the steps."""
+  """At start-up, and then during the steps; BERTJAX_KILLS=10 kills more often than CI can wait."""
   draw = random.Random(5)
-  for turn in range(3):
+  kills = int(os.environ.get('BERTJAX_KILLS', '3'))
+  for turn in range(kills):
     both = start_two(home, tmp_path)
     victim = draw.randrange(2)
     if turn == 0:
       time.sleep(draw.uniform(1, 6))
     else:
       for line in both[0].stderr:
-        if re.search(rf'step +{turn * 12}/40 ', line):
+        found = re.search(r'step +(\d+)/40 ', line)
+        if found and int(found[1]) >= 36 * turn // kills:
           break
     assert [process.poll() for process in both] == [None, None]
     both[victim].kill()

@@ -64,10 +64,7 @@ def alone():
   return train(DROPPING, uneven_batches())
 
 
-@pytest.mark.parametrize('mesh', [
-    {'data': 2}, {'data': 8}, {'fsdp': 8}, {'data': 2, 'fsdp': 4},
-    {'data': 2, 'fsdp': 2, 'model': 2},
-])
+@pytest.mark.parametrize('mesh', [{'data': 8}, {'data': 2, 'fsdp': 2, 'model': 2}])
 def test_b050_any_mesh_gives_the_losses_and_weights_of_one_device(alone, mesh):
   """With dropout on: a bit depends on the row of the global batch, never on the device."""
   assert_same(train(DROPPING, uneven_batches(), **mesh), alone, atol=2e-6)

@@ -27,11 +27,11 @@ from jaxtyping import Float, Float64, Shaped
 
 from bertjax.data import encoding
 from bertjax.data import rows as rows_lib
-from bertjax.data.rows import Row, Rows, RowsError, encode
+from bertjax.data.rows import Row, Rows, RowsError
 from bertjax.evals import scores as scores_lib
 
 __all__ = [
-    'Rows', 'Task', 'encode', 'find_labels', 'probabilities', 'read', 'scores', 'write_predictions',
+    'Rows', 'Task', 'find_labels', 'probabilities', 'read', 'scores', 'write_predictions',
 ]  # fmt: skip
 
 _METRICS = {

@@ -1,8 +1,8 @@
 """The nine GLUE tasks: their files, labels, scores and submissions.
 
-    rows = glue.read('rte', 'glue_data', 'train')      # or 'glue_data/RTE', a file, 'tfds:glue/rte'
-    batch = glue.encode(rows, tokenizer, max_length=128)
-    glue.scores('rte', outputs, rows.labels)
+    found = glue.read('rte', 'glue_data', 'train')     # or 'glue_data/RTE', a file, 'tfds:glue/rte'
+    examples = rows.encode(found, tokenizer, max_length=128)
+    glue.scores('rte', outputs, found.labels)
     glue.write_submission('rte', 'test', test_rows, test_outputs, 'submission')
 
 The files are TSV without quoting: TAB and LF separate, and a quotation mark is text. Columns are
@@ -26,11 +26,11 @@ from jaxtyping import Float, Shaped
 from bertjax.data import encoding
 from bertjax.data import rows as rows_lib
 from bertjax.data.glue_tasks import TASKS, Split, Task, find_split, find_task, plain
-from bertjax.data.rows import Row, Rows, RowsError, encode
+from bertjax.data.rows import Row, Rows, RowsError
 from bertjax.evals import scores as scores_lib
 
 __all__ = [
-    'TASKS', 'RowsError', 'Rows', 'Split', 'Task', 'encode', 'find_split', 'find_task', 'read',
+    'TASKS', 'RowsError', 'Rows', 'Split', 'Task', 'find_split', 'find_task', 'read',
     'scores', 'write_submission',
 ]  # fmt: skip
 

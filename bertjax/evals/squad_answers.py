@@ -19,7 +19,6 @@ from jaxtyping import Float, Int
 from bertjax.data.encoding import write_files
 from bertjax.data.squad import Question, SquadError
 from bertjax.data.squad_windows import Windows
-from bertjax.evals import squad_scores
 
 # What NaN and infinite logits count as: sums of two stay finite, and so does the JSON.
 _LARGEST = float(np.finfo(np.float32).max)
@@ -106,46 +105,6 @@ def answers(
   if empty:
     logging.info("SQuAD: %d questions have no token to answer with: predicted ''", empty)
   return Answers(predictions, nbest, null_odds if version == 2 else None, texts, null_threshold)
-
-
-def with_threshold(found: Answers, null_threshold: float) -> Answers:
-  """The same answers under another threshold on the null odds.
-
-  Raises:
-    SquadError: answers without null odds.
-  """
-  odds = _odds(found)
-  return dataclasses.replace(
-      found, predictions=_threshold(found.texts, odds, null_threshold),
-      null_threshold=null_threshold,
-  )
-
-
-def best_threshold(
-    found: Answers, questions: Sequence[Question], metric: str = 'f1'
-) -> tuple[float, float]:
-  """The threshold on the null odds with the best score, and that score in percent.
-
-  with_threshold(found, threshold) scores exactly that: questions of equal odds are taken together,
-  and the answers are the best texts, not predictions that an earlier threshold emptied.
-
-  Args:
-    found: answers of v2.0.
-    questions: with their gold answers.
-    metric: 'f1' or 'exact'.
-
-  Raises:
-    SquadError: answers without null odds, another metric, no questions.
-  """
-  if metric not in ('exact', 'f1'):
-    raise SquadError(f"metric {metric!r} is neither 'exact' nor 'f1'")
-  odds = _odds(found)
-  which = ('exact', 'f1').index(metric)
-  empty = squad_scores.raw_scores(questions, dict.fromkeys(found.texts, ''), 2)[which]
-  filled = squad_scores.raw_scores(questions, found.texts, 2)[which]
-  gains = {name: score - empty[name] for name, score in filled.items()}
-  best = squad_scores.best_threshold(gains, math.fsum(empty.values()), odds)
-  return best.threshold, 100.0 * best.total / len(questions)
 
 
 def write(found: Answers, folder: epath.PathLike) -> None:
@@ -296,9 +255,3 @@ def _threshold(
   return {
       name: '' if null_odds[name] > null_threshold else text for name, text in texts.items()
   }
-
-
-def _odds(found: Answers) -> dict[str, float]:
-  if found.null_odds is None:
-    raise SquadError('these answers have no null odds: a threshold is for version=2')
-  return found.null_odds
