@@ -14,8 +14,8 @@ _CONTROL = ('while', 'conditional', 'call')  # what they run has events of its o
 _MATMUL = re.compile(r'gemm|matmul|nvjet|cutlass|xmma|cublas|convolution', re.IGNORECASE)
 _ATTENTION = re.compile(r'fmha|flash|splash|sdpa', re.IGNORECASE)
 # What JAX's transformations and control flow add to the names of scopes.
-_NO_SCOPE = re.compile(r'(jit|jvp|transpose|vmap|while|body|cond|closed_call|checkpoint|remat\w*|'
-                       r'rematted_computation|custom_\w+|shard_map)\b.*')
+_NO_SCOPE = re.compile(r'(jit|jvp|eval_jaxpr|transpose|vmap|while|body|cond|closed_call|checkpoint|'
+                       r'remat\w*|rematted_computation|custom_\w+|shard_map)\b.*')
 
 
 @dataclasses.dataclass(frozen=True)
