@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 
 # Before JAX is imported: eight virtual devices on one CPU, so that meshes are tested anywhere.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -18,6 +19,11 @@ from jaxtyping import install_import_hook
 
 # Every annotated function of the package checks its array shapes while the suite runs.
 install_import_hook('bertjax', 'beartype.beartype')
+
+
+# A background job of a shell ignores SIGINT, and so would every command that is interrupted here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def find_shared() -> pathlib.Path | None:

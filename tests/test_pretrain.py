@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pathlib
 import subprocess
 import sys
@@ -241,8 +242,9 @@ def test_a_process_that_leaves_its_pipeline_running_exits(tmp_path):
       'it = pipeline.batches(stream, 512, 0, 10**9)\n'
       'other = pipeline.batches(stream, 512, 0, 10**9)\n'
       'print(len(next(it)), len(next(other)))\n', encoding='utf-8')
-  here = str(pathlib.Path(__file__).parent)
-  done = subprocess.run([sys.executable, str(program), here], capture_output=True, timeout=120)
+  here = pathlib.Path(__file__).parent
+  done = subprocess.run([sys.executable, str(program), str(here)], capture_output=True, timeout=120,
+                        env=os.environ | {'PYTHONPATH': str(here.parent)})
   assert done.returncode == 0 and done.stdout.split() == [b'8', b'8'], done.stderr
 
 
