@@ -6,7 +6,6 @@ layer is split (model) only where there are fewer rows than devices: that commun
 """
 
 import dataclasses
-import re
 from collections.abc import Callable
 
 import jax
@@ -15,17 +14,13 @@ from absl import logging
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from bertjax import optim, sharding, state
+from bertjax import chips, optim, sharding, state
 from bertjax.sharding import MeshError, MeshSettings
 
 # Of a device's memory, for parameters and moments. Gradients take another third of that, and the
 # activations of a batch that keeps the device busy most of the rest.
 _STATE_SHARE = 0.2
 _GIB = 2**30
-# Bytes that a program may use, by the start of device_kind, for runtimes that do not say.
-# Source: cloud.google.com/tpu/docs/system-architecture-tpu-vm; XLA keeps a quarter of a GiB.
-_MEMORY = {'TPU v4 lite': 7.75 * _GIB, 'TPU v4': 31.75 * _GIB, 'TPU v5 lite': 15.75 * _GIB,
-           'TPU v5e': 15.75 * _GIB, 'TPU v5': 94.75 * _GIB, 'TPU v6': 31.25 * _GIB}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +134,8 @@ def device_memory(device) -> int:
   said = device.memory_stats() or {}
   if 'bytes_limit' in said:
     return said['bytes_limit']
-  known = (int(nbytes) for kind, nbytes in _MEMORY.items()
-           if re.match(re.escape(kind), device.device_kind))
-  return next(known, 0)
+  chip = chips.find(device.device_kind)
+  return int(chip.memory) if chip else 0
 
 
 def _common_memory() -> int:

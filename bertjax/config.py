@@ -6,7 +6,7 @@ A key that no dataclass knows is an error that names the nearest one that exists
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import ml_collections
 
@@ -46,9 +46,10 @@ def build(cls, values: Mapping[str, Any], section: str):
       known = f'did you mean {prefix}{near[0]}?' if near else f'known: {", ".join(sorted(fields))}'
       raise ConfigError(f'unknown key {prefix}{key}; {known}')
     wanted = fields[key].type
-    if wanted in (int, float, bool, str) and not _fits(value, wanted):
+    if not _fits(value, wanted):
+      name = f'({_item(wanted).__name__}, ...)' if _item(wanted) else wanted.__name__
       raise ConfigError(f'{prefix}{key} is {value!r}, of type {type(value).__name__}; '
-                        f'{wanted.__name__} is needed')
+                        f'{name} is needed')
   missing = [name for name, field in fields.items() if name not in values
              and field.default is dataclasses.MISSING
              and field.default_factory is dataclasses.MISSING]
@@ -63,7 +64,15 @@ def build(cls, values: Mapping[str, Any], section: str):
     raise ConfigError(message if message.startswith(prefix) else f'{prefix}{message}') from error
 
 
+def _item(wanted) -> type | None:
+  """What a tuple[X, ...] holds."""
+  return get_args(wanted)[0] if get_origin(wanted) is tuple else None
+
+
 def _fits(value, wanted) -> bool:
+  """Whether a number, a text or a tuple of them is one; the rest the dataclasses check."""
+  if _item(wanted):
+    return isinstance(value, tuple) and all(_fits(item, _item(wanted)) for item in value)
   if wanted is float:
     return isinstance(value, int | float) and not isinstance(value, bool)
-  return type(value) is wanted
+  return wanted not in (int, bool, str) or type(value) is wanted

@@ -44,6 +44,8 @@ def announce(requested: str) -> None:
   Raises:
     HostError: the platform that was requested is not there. JAX alone would take the CPU.
   """
+  # It tells of every platform that is not there, as if that were a fault; this says which one is.
+  python_logging.getLogger('jax._src.xla_bridge').setLevel(python_logging.WARNING)
   try:
     devices, platform, reason = jax.devices(), jax.default_backend(), ''
   except (RuntimeError, AssertionError) as error:  # the latter for a plugin that is not installed

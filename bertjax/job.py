@@ -49,11 +49,13 @@ class Stream(Protocol):
   Attributes:
     shapes: the few shapes that batches have; the step is compiled once for each.
     examples_per_row: 1, or of packed rows how many there are on average.
+    mean_length: tokens of a row, padding included, on average.
     statistics: of the data, for the record.
   """
 
   shapes: tuple[Shapes, ...]
   examples_per_row: float
+  mean_length: float
   statistics: dict[str, Any]
 
   def batches(self, first: int, num_steps: int) -> Iterator[dict[str, np.ndarray]]:
@@ -86,7 +88,7 @@ class Stage:
     batch_size: rows of a global batch.
     optimizer: with the length of the schedule that the stage is part of.
     open: makes the stream; called when the stage begins.
-    flops_per_row: forward and backward, for the MFU.
+    flops_per_row: forward and backward, of a row's length; for the MFU.
     accumulate: parts into which each batch is cut to save memory.
     warmup_end: the step of the run at which the warm-up of the stage's schedule is over.
     restart_moments: forget Adam's moments where the stage begins.
@@ -98,7 +100,7 @@ class Stage:
   batch_size: int
   optimizer: OptimizerSettings
   open: Callable[[], Stream]
-  flops_per_row: float
+  flops_per_row: Callable[[float], float]
   accumulate: int = 1
   warmup_end: int = 0
   restart_moments: bool = False

@@ -17,7 +17,6 @@ waits for the host. Sums are added up over the steps between two lines and divid
 import contextlib
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -25,45 +24,10 @@ import jax
 from absl import logging
 from etils import epath
 
+from bertjax import chips
 from bertjax.alarms import Alarms, check_finite
 
 Number = int | float
-
-# Dense bfloat16 FLOP/s of one JAX device, by the start of its device_kind; the first match counts.
-# Source: the vendors' data sheets (for GPUs half of the figure "with sparsity").
-_PEAK_FLOPS = (
-    ('TPU v2', 22.5e12),  # a JAX device is one of the two cores of a v2 or v3 chip
-    ('TPU v3', 61.5e12),
-    ('TPU v4 lite', 138e12),
-    ('TPU v4', 275e12),
-    ('TPU v5 lite', 197e12),
-    ('TPU v5e', 197e12),
-    ('TPU v5', 459e12),  # v5p
-    ('TPU v6', 918e12),  # v6e
-    ('TPU7x', 1153.5e12),  # one of the two cores
-    ('NVIDIA A100', 312e12),
-    ('NVIDIA H100 PCIe', 756e12),
-    ('NVIDIA H100 NVL', 835e12),
-    ('NVIDIA H100', 989e12),
-    ('NVIDIA GH200', 989e12),
-    ('NVIDIA H200 NVL', 835e12),
-    ('NVIDIA H200', 989e12),
-    ('NVIDIA B200', 2250e12),
-    ('NVIDIA GB200', 2500e12),
-    ('NVIDIA L4', 121e12),
-)
-
-
-def peak_flops(device_kind: str) -> float | None:
-  """Dense bfloat16 FLOP/s of one device; None where it is not known (CPUs, slices of a GPU)."""
-  if re.search(r'\bMIG\b', device_kind):
-    return None
-  for start, flops in _PEAK_FLOPS:
-    # 'NVIDIA L4' must not be taken for the start of 'NVIDIA L40S'.
-    if re.match(re.escape(start) + r'(?!\d)', device_kind):
-      return flops
-  return None
-
 
 def model_flops_per_example(
     *, hidden_size: int, num_hidden_layers: int, intermediate_size: int, vocab_size: int,
@@ -294,12 +258,12 @@ class MetricsWriter:
     self._finish_window()
     self._batch_size = batch_size
     self._peak_examples_per_second = None
-    peak = peak_flops(jax.devices()[0].device_kind)
+    peak = chips.peak_flops(jax.devices()[0].device_kind)
     if peak is not None:
       self._peak_examples_per_second = peak * jax.device_count() / flops_per_example
     else:
       logging.info(
-          'No MFU: the peak of %r is not known (see bertjax/metrics.py).',
+          'No MFU: the peak of %r is not known (see bertjax/chips.py).',
           jax.devices()[0].device_kind,
       )
     self.timer.restart()

@@ -31,7 +31,7 @@ from bertjax import config as config_lib
 from bertjax import settings as settings_lib
 from bertjax.alarms import Alarms
 from bertjax.config import ConfigError
-from bertjax.data import packing, pipeline, prepare, pretrain, shards
+from bertjax.data import bucketing, packing, pipeline, prepare, pretrain, shards
 from bertjax.data.encoding import Tokenizer
 from bertjax.data.sampling import SamplingError
 from bertjax.evals.pretraining import PretrainingEvaluator
@@ -72,7 +72,8 @@ def job(config: ml_collections.ConfigDict, workdir: epath.Path) -> Job:
       settings.mesh, lambda rngs: heads.BertForPreTraining(bert, rngs), settings.optimizer_of(0),
       tuple(phase.batch_size // phase.accumulate for phase in settings.phases),
       bert.num_attention_heads))
-  placed = (mesh.devices.flat[0].platform, *(phase.seq_length for phase in settings.phases))
+  lengths = (length for phase in settings.phases for length in phase.lengths)
+  placed = (mesh.devices.flat[0].platform, *lengths)
   ways = mesh.shape['model']
   why = attention.describe(bert, *placed, model_ways=ways)
   bert = dataclasses.replace(bert, attention=attention.choose(bert, *placed, model_ways=ways))
@@ -127,7 +128,7 @@ def _data_paths(settings: Settings, workdir: epath.Path) -> tuple[str, ...]:
 
 
 class _Stream:
-  """The examples of a phase, packed or not, as batches of one shape (a job.Stream)."""
+  """The examples of a phase, alone in their rows or packed, as batches (a job.Stream)."""
 
   def __init__(self, setup: _Setup, phase: int):
     data = setup.settings.data
@@ -135,13 +136,20 @@ class _Stream:
         setup.corpora.train, setup.corpora.tokenizer, setup.settings.pretrain_settings(phase),
         weights=data.weights or None, sampling_exponent=data.sampling_exponent)
     here = setup.settings.phases[phase]
-    self._batch_size, self._rows, self.examples_per_row = here.batch_size, examples, 1.0
+    self._batch_size, self._rows = here.batch_size, examples
+    self.examples_per_row, self.mean_length = 1.0, float(here.seq_length)
     self.statistics = dataclasses.asdict(examples.statistics)
     if here.max_examples_per_row > 1:
       self._rows = packing.PackedStream(examples, here.max_examples_per_row)
       self.examples_per_row = self._rows.examples_per_row
       self.statistics['packed_real_tokens'] = self._rows.real_tokens
     self.shapes = (self._rows.batch_shapes(here.batch_size),)
+    if here.seq_lengths:
+      self._rows = bucketing.BucketedStream(examples, here.seq_lengths, here.batch_size)
+      self.statistics['bucketed_real_tokens'] = self._rows.real_tokens
+      self.shapes = tuple(
+          self._rows.batch_shapes(here.batch_size, length) for length in here.seq_lengths)
+      self.mean_length = self._rows.mean_length
 
   def batches(self, first: int, num_steps: int) -> Iterator[pretrain.Batch]:
     return pipeline.batches(self._rows, self._batch_size, first, num_steps,
@@ -160,10 +168,11 @@ def _stage(setup: _Setup, number: int) -> Stage:
       open=lambda: _Stream(setup, number), accumulate=phase.accumulate,
       warmup_end=settings.starts()[begins] + optimizer.warmup_steps,
       restart_moments=phase.restart_moments, restart_schedule=phase.learning_rate > 0,
-      flops_per_row=metrics.model_flops_per_example(
+      flops_per_row=lambda length: metrics.model_flops_per_example(
           hidden_size=bert.hidden_size, num_hidden_layers=bert.num_hidden_layers,
           intermediate_size=bert.intermediate_size, vocab_size=bert.vocab_size,
-          seq_length=examples.seq_length, num_predictions=examples.num_predictions))
+          seq_length=round(length),
+          num_predictions=bucketing.num_predictions(examples, round(length))))
 
 
 def _evaluator(setup: _Setup) -> PretrainingEvaluator | None:
@@ -245,8 +254,9 @@ def _describe(setup: _Setup) -> list[str]:
   for i, phase in enumerate(settings.phases):
     rate = settings.optimizer_of(i)
     packed = phase.max_examples_per_row
+    rows = ' or '.join(map(str, phase.lengths))
     lines.append(
-        f'phase {i}     {phase.num_steps:,} steps of {phase.batch_size} x {phase.seq_length} '
+        f'phase {i}     {phase.num_steps:,} steps of {phase.batch_size} x {rows} '
         f'({phase.batch_size * phase.seq_length:,} tokens a step, accumulated over '
         f'{phase.accumulate}{f", packed up to {packed} in a row" if packed > 1 else ""}); rate '
         f'{rate.learning_rate:g}, warm-up {rate.warmup_steps:,} of {rate.num_steps:,}')

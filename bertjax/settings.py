@@ -85,6 +85,8 @@ class Phase:
     accumulate: parts into which each batch is cut to save memory.
     max_examples_per_row: above 1, rows are packed with up to so many examples, which never see each
       other (data/packing.py); a batch then holds more examples, with less padding.
+    seq_lengths: rows are of these lengths, ascending to seq_length, and each batch of one of them
+      (data/bucketing.py): less padding, and simpler than packing; () is seq_length alone.
     max_predictions_per_seq: slots for predictions; 0 follows from length and masked_lm_prob.
     learning_rate: 0 goes on with the schedule of the phase before; otherwise a new schedule with
       this peak begins here and runs to the next phase that begins one.
@@ -97,10 +99,16 @@ class Phase:
   num_steps: int
   accumulate: int = 1
   max_examples_per_row: int = 1
+  seq_lengths: tuple[int, ...] = ()
   max_predictions_per_seq: int = 0
   learning_rate: float = 0.0
   warmup_steps: int = 0
   restart_moments: bool = False
+
+  @property
+  def lengths(self) -> tuple[int, ...]:
+    """Those that its rows may have."""
+    return self.seq_lengths or (self.seq_length,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +223,7 @@ def from_config(config: ml_collections.ConfigDict | Mapping[str, Any]) -> Settin
                  'max_examples_per_row'):
       if getattr(phase, name) < 1:
         raise ConfigError(f'phases[{i}].{name} is {getattr(phase, name)}; it must be at least 1')
+    _check_lengths(phase, f'phases[{i}]')
     if phase.warmup_steps and not phase.learning_rate:
       raise ConfigError(f'phases[{i}].warmup_steps is {phase.warmup_steps}, but the phase begins '
                         f'no schedule: set phases[{i}].learning_rate, or optimizer.warmup_steps')
@@ -226,6 +235,17 @@ def from_config(config: ml_collections.ConfigDict | Mapping[str, Any]) -> Settin
     settings.optimizer_of(i)
     settings.pretrain_settings(i)
   return settings
+
+
+def _check_lengths(phase: Phase, name: str) -> None:
+  """Of buckets: ascending to the phase's own length, and not of packed rows."""
+  lengths = phase.lengths
+  if lengths[-1] != phase.seq_length or list(lengths) != sorted(set(lengths)) or lengths[0] < 8:
+    raise ConfigError(f'{name}.seq_lengths is {lengths}; give ascending lengths of at least 8, the '
+                      f'last of them the seq_length, {phase.seq_length}')
+  if phase.seq_lengths and phase.max_examples_per_row > 1:
+    raise ConfigError(f'{name}: rows are either packed (max_examples_per_row) or of several '
+                      'lengths (seq_lengths); packing leaves less padding')
 
 
 def check_batches(settings: Settings, batch_ways: int, num_processes: int) -> None:

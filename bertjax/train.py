@@ -132,7 +132,7 @@ def _train_stage(
   if first == start and number > 0:
     current = _begin_stage(stage, current, like)
   writer.start_phase(stage.batch_size * stream.examples_per_row,
-                     stage.flops_per_row / stream.examples_per_row)
+                     stage.flops_per_row(stream.mean_length) / stream.examples_per_row)
   writer.write('data', first, stream.statistics)  # the realised rate of pairs, of padding, ...
 
   # --- The loop. The order is a contract: evaluate, save, fetch, step, push ---------------------

@@ -79,6 +79,7 @@ def phase(seq_length: int, batch_size: int, num_steps: int) -> ConfigDict:
       'num_steps': num_steps,
       'accumulate': 1,
       'max_examples_per_row': 1,  # more: rows are packed
+      'seq_lengths': (),  # of rows, ending in seq_length: batches of rows of a few lengths
       'max_predictions_per_seq': 0,
       'learning_rate': 0.0,
       'warmup_steps': 0,

@@ -157,6 +157,7 @@ def test_the_matrix_rate_is_that_of_a_product():
     (['--compare=batch_size=8,eight'], "batch_size is 'eight'"),
     (['--seq_length=128'], 'max_position_embeddings'),
     (['--batch_size=9'], 'batch_size 9'),
+    (['--config.phases.seq_lengths=(32,64)'], 'times rows of one length'),
     (['--compare=attention=xla,cudnn'], 'needs a GPU'),
     (['--data=/nowhere'], '/nowhere'),
 ])

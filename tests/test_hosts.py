@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
 import pathlib
 import random
@@ -206,6 +207,8 @@ def test_b126_the_first_line_says_platform_and_devices(caplog):
     hosts.announce('auto')
     hosts.announce('cpu')
   assert caplog.messages[0].startswith(f'Platform cpu: {jax.device_count()} device(s)')
+  # JAX tells at this level of each platform that is not there, before that line.
+  assert not logging.getLogger('jax._src.xla_bridge').isEnabledFor(logging.INFO)
   for absent, mend in (('gpu', 'nvidia-smi'), ('tpu', 'TPU VM')):
     with pytest.raises(hosts.HostError, match=f'--platform={absent}, but JAX finds cpu: .*{mend}'):
       hosts.announce(absent)

@@ -12,7 +12,7 @@ def two_stages():
   """The paper's two phases, of which nothing is ever opened."""
   stage = lambda steps: job.Stage(
       objective=objectives.PRETRAINING, num_steps=steps, batch_size=256,
-      optimizer=optim.OptimizerSettings(), open=lambda: None, flops_per_row=1.0)
+      optimizer=optim.OptimizerSettings(), open=lambda: None, flops_per_row=float)
   return job.Job(
       title='test', build=lambda rngs: None, stages=(stage(900_000), stage(100_000)),
       mesh=jax.make_mesh((1,), ('data',), devices=jax.devices()[:1]), seed=0, metadata={},

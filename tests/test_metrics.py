@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bertjax import metrics
+from bertjax import chips, metrics
 from bertjax.alarms import Alarms, NonFiniteError
 
 SIZES = {
@@ -62,17 +62,6 @@ def test_flops_of_the_published_models(size, seq_length, num_predictions, giga):
   flops = metrics.model_flops_per_example(
       **SIZES[size], vocab_size=30522, seq_length=seq_length, num_predictions=num_predictions)
   assert flops / 1e9 == pytest.approx(giga, rel=2e-3)
-
-
-@pytest.mark.parametrize(('kind', 'tera'), [
-    ('TPU v2', 22.5), ('TPU v3', 61.5), ('TPU v4', 275), ('TPU v4 lite', 138),
-    ('TPU v5 lite', 197), ('TPU v5p', 459), ('TPU v5', 459), ('TPU v6 lite', 918),
-    ('NVIDIA A100-SXM4-80GB', 312), ('NVIDIA H100 80GB HBM3', 989), ('NVIDIA H100 PCIe', 756),
-    ('NVIDIA H200', 989), ('NVIDIA B200', 2250), ('NVIDIA L4', 121),
-    ('cpu', None), ('NVIDIA L40S', None), ('NVIDIA H200 MIG 1g.18gb', None), ('TPU v9', None),
-])
-def test_peak_flops(kind, tera):
-  assert metrics.peak_flops(kind) == (tera and tera * 1e12)
 
 
 @given(st.lists(
@@ -177,7 +166,7 @@ def test_terminal_line(tmp_path, caplog):
 
 
 def test_mfu_where_the_peak_is_known(tmp_path, monkeypatch):
-  monkeypatch.setattr(metrics, 'peak_flops', lambda kind: 1e12)
+  monkeypatch.setattr(chips, 'peak_flops', lambda kind: 1e12)
   clock = Clock()
   with make_writer(tmp_path, clock) as writer:
     writer.start_phase(8, 2e11)

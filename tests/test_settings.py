@@ -67,6 +67,8 @@ def with_key(section, key, value):
     (with_key('data', 'pth', ''), 'did you mean data.path'),
     (with_key('', 'batch', 3), 'unknown key batch'),
     (with_key('mesh', 'data', '8'), "mesh.data is '8', of type str; int is needed"),
+    (with_key('data', 'weights', '1,2'), r"data.weights is '1,2', of type str; \(float, ...\) is"),
+    (with_key('data', 'weights', ('1',)), r'of type tuple; \(float, ...\) is needed'),
     (with_key('model', 'num_attention_heads', 7), 'try hidden_size 770'),
     (with_key('', 'phases', ()), 'phases is empty'),
     (with_key('', 'phases', ({'seq_length': 128},)), r'missing: phases\[0\].batch_size'),
@@ -87,6 +89,11 @@ def with_key(section, key, value):
     (with_key('model', 'dtype', 'float16'), 'use bfloat16'),
     (with_key('', 'phases', ({'seq_length': 128, 'batch_size': 8, 'num_steps': 99_999,
                               'warmup_steps': 5},)), 'begins no schedule'),
+    (with_key('', 'phases', ({'seq_length': 128, 'batch_size': 8, 'num_steps': 99_999,
+                              'seq_lengths': (64, 256)},)), 'the last of them the seq_length, 128'),
+    (with_key('', 'phases', ({'seq_length': 128, 'batch_size': 8, 'num_steps': 99_999,
+                              'seq_lengths': (64, 128), 'max_examples_per_row': 4},)),
+     'either packed'),
     (with_key('optimizer', 'learning_rat', 1.0), 'did you mean optimizer.learning_rate'),
 ])
 def test_what_cannot_be_run_is_refused_with_the_mend(values, mend):

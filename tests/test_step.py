@@ -233,6 +233,7 @@ class Batches:
   length: int
   statistics: dict = dataclasses.field(default_factory=dict)
   examples_per_row: float = 1.0
+  mean_length: float = 8.0
 
   @property
   def shapes(self):
@@ -249,7 +250,7 @@ def two_phases(folder):
   (folder / 'vocab.txt').write_text('[PAD]', encoding='utf-8')
   stage = lambda length: job.Stage(
       objective=objectives.PRETRAINING, num_steps=2, batch_size=8, optimizer=SETTINGS,
-      open=lambda: Batches(length), flops_per_row=1.0)
+      open=lambda: Batches(length), flops_per_row=float)
   return job.Job(
       title='test', build=lambda rngs: heads.BertForPreTraining(TINY, rngs),
       stages=(stage(8), stage(16)), mesh=sharding.make_mesh(sharding.MeshSettings(1, 8, 1)),

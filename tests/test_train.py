@@ -31,6 +31,7 @@ def get_config():
       max_position_embeddings=64, dtype='float32'))
   config.phases = (common.phase(seq_length=32, batch_size=8, num_steps=60),
                    common.phase(seq_length=64, batch_size=8, num_steps=20))
+  config.phases[1].seq_lengths = (40, 64)
   config.optimizer.update(dict(learning_rate=3e-3, warmup_steps=8))
   config.checkpoint.update(dict(every=7, keep_last=3, keep_every=0))
   config.heldout.update(dict(every=25, max_examples=40))
@@ -93,17 +94,18 @@ def train(home, workdir, *more, devices=1) -> subprocess.CompletedProcess:
   return run('bertjax.main', *arguments(home, workdir, *more), devices=devices)
 
 
-def start(home, workdir, *more) -> subprocess.Popen:
+def start(home, workdir, *more, devices=1) -> subprocess.Popen:
   command = [sys.executable, '-m', 'bertjax.main', *arguments(home, workdir, *more)]
-  return subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+  return subprocess.Popen(command, cwd=ROOT, env=environment(devices), stderr=subprocess.PIPE,
+                          text=True)
 
 
-def start_two(home, workdir) -> list[subprocess.Popen]:
+def start_two(home, workdir, *more, devices=1) -> list[subprocess.Popen]:
   with socket.socket() as free:
     free.bind(('localhost', 0))
     port = free.getsockname()[1]
   return [start(home, workdir, f'--coordinator_address=localhost:{port}', '--num_processes=2',
-                f'--process_id={number}') for number in range(2)]
+                f'--process_id={number}', *more, devices=devices) for number in range(2)]
 
 
 def wait_for_first_step(process: subprocess.Popen) -> None:
@@ -252,6 +254,29 @@ def test_two_processes_resume_what_one_began_with_the_same_data(home, whole, tmp
   for name in ours:
     np.testing.assert_allclose(ours[name], theirs[name], atol=2e-3, err_msg=name)
   assert [r['step'] for r in records(tmp_path, 'heldout')] == [25, 50, 75, 80]
+
+
+@pytest.mark.slow
+def test_two_processes_of_four_devices_are_one_of_eight(home, tmp_path):
+  """Four steps, each of both phases among them, on all three axes of the mesh."""
+  asked = ['--config.mesh.data=2', '--config.mesh.fsdp=2', '--config.mesh.model=2',
+           '--config.phases[0].num_steps=2', '--config.phases[1].num_steps=2',
+           '--config.phases[1].seq_lengths=(64,)',
+           '--config.optimizer.warmup_steps=0', '--config.log_every=1',
+           '--config.model.hidden_dropout_prob=0', '--config.model.attention_probs_dropout_prob=0']
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  done = train(home, one, *asked, devices=8)
+  assert done.returncode == 0, done.stderr
+  both = start_two(home, two, *asked, devices=4)
+  texts = [process.communicate(timeout=500)[1] for process in both]
+  assert [process.returncode for process in both] == [0, 0], texts
+  assert '8 x cpu in 2 process(es)' in texts[0] and '8 x cpu in 1 process(es)' in done.stderr
+  ours, theirs = (checkpoint.leaves(checkpoint.restore_params(w)) for w in (two, one))
+  for name in ours:
+    np.testing.assert_allclose(ours[name], theirs[name], atol=1e-5, err_msg=name)
+  losses = [[(r['step'], r['loss']) for r in records(w, 'train')] for w in (two, one)]
+  assert [step for step, _ in losses[0]] == [1, 2, 3, 4]
+  np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -193,6 +193,7 @@ class EpochBatches:
     shapes: of the lengths that occur.
     steps_per_epoch: batches of an epoch.
     examples_per_row: 1.
+    mean_length: of the rows, padding included.
     statistics: share of padding, and how many batches there are of each length.
   """
 

@@ -18,14 +18,19 @@ _PREFETCH = 4
 
 @runtime_checkable
 class Rows(Protocol):
-  """Rows of batches, each a pure function of its number: ExampleStream, packing.PackedStream."""
+  """Rows of batches, each a pure function of its number.
+
+  ExampleStream, packing.PackedStream, bucketing.BucketedStream.
+  """
 
   def batch(self, indices: Int[np.ndarray, 'b']) -> Batch:
     """The rows with the given numbers."""
     ...
 
-  def batch_shapes(self, batch_size: int) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
-    """Shape and type of each field of a batch of `batch_size` rows."""
+  def batch_shapes(
+      self, batch_size: int
+  ) -> dict[str, tuple[tuple[int | None, ...], type[np.generic]]]:
+    """Shape and type of each field of `batch_size` rows; None is what differs between batches."""
     ...
 
 

@@ -148,10 +148,10 @@ def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
       objective=objectives.fine_tuning(task.kind), num_steps=num_steps,
       batch_size=settings.batch_size, optimizer=optimizer, open=lambda: stream,
       accumulate=settings.accumulate,
-      flops_per_row=rows * metrics.model_flops_per_example(
+      flops_per_row=lambda length: rows * metrics.model_flops_per_example(
           hidden_size=bert.hidden_size, num_hidden_layers=bert.num_hidden_layers,
           intermediate_size=bert.intermediate_size, vocab_size=bert.vocab_size,
-          seq_length=round(stream.mean_length), num_predictions=0))
+          seq_length=round(length), num_predictions=0))
   return Job(
       title=f'fine-tuning: {task.name}', build=build,
       stages=(stage,),

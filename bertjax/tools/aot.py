@@ -21,6 +21,7 @@ import sys
 import time
 from typing import Any
 
+from bertjax import chips
 from bertjax.tools import aot_chips
 from bertjax.tools.aot_chips import AotError
 
@@ -330,13 +331,11 @@ def describe(plan: Plan, report: Report) -> str:
 
 
 def _details(plan: Plan, report: Report, gib: dict[str, str], noun: str) -> list[str]:
-  from bertjax import metrics
-
   collectives = ', '.join(f'{kind} {count} ({nbytes / 1e9:.3f} GB)' for kind, (count, nbytes)
                           in sorted(report.collectives.items())) or 'none'
   loops = '; '.join(f'{trips} x {collectives or "no collectives"}'
                     for trips, collectives in report.loops)
-  peak_flops = metrics.peak_flops(plan.mesh.devices.flat[0].device_kind) or float('nan')
+  peak_flops = chips.peak_flops(plan.mesh.devices.flat[0].device_kind) or float('nan')
   return [
       f'memory       arguments {gib["arguments"]}, outputs {gib["outputs"]} of which donated '
       f'{gib["donated"]}, temporaries {gib["temporaries"]}, code {gib["code"]} GiB',

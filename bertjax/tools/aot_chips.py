@@ -11,16 +11,15 @@ import os
 import sys
 import tempfile
 
+from bertjax import chips
+
 # libtpu reads these when it is loaded. One process is no reason to lock out the next, and there is
 # no metadata server to ask what machine this is.
 _ENVIRONMENT = {'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', 'TPU_SKIP_MDS_QUERY': '1',
                 'TPU_ACCELERATOR_TYPE': 'v5litepod-4', 'TPU_WORKER_HOSTNAMES': 'localhost',
                 'TPU_STDERR_LOG_LEVEL': '1', 'JAX_PLATFORMS': 'cpu'}
 _KIB, _GIB = 2**10, 2**30
-# Main memory that a program may use (GiB) and its bandwidth (bytes/s), of one JAX device.
-# Source: cloud.google.com/tpu/docs/system-architecture-tpu-vm; XLA keeps a quarter of a GiB.
-_TPUS = {'v4': (31.75, 1228e9), 'v5e': (15.75, 819e9), 'v5p': (94.75, 2765e9),
-         'v6e': (31.25, 1640e9)}
+_TPUS = {'v4': 'TPU v4', 'v5e': 'TPU v5e', 'v5p': 'TPU v5', 'v6e': 'TPU v6'}  # see chips.py
 
 
 class AotError(ValueError):
@@ -87,8 +86,8 @@ def chip(topology: str) -> Chip:
   """
   generation = topology.split(':')[0]
   if generation in _TPUS:
-    memory, bandwidth = _TPUS[generation]
-    return Chip(generation, 'tpu', memory * _GIB, bandwidth)
+    known = chips.find(_TPUS[generation])
+    return Chip(generation, 'tpu', known.memory, known.bandwidth)
   if generation in _GPUS:
     gpu = _GPUS[generation]
     return Chip(generation, 'gpu', gpu.memory * _GIB * memory_fraction(), gpu.bandwidth)

@@ -93,7 +93,9 @@ def changed(values: Mapping[str, Any], key: str, text: str) -> dict[str, Any]:
 
 
 def _value(text: str, old: Any) -> Any:
-  """A number, true or false where it is one, else the text; a float where there was one."""
+  """A number, true or false where it is one, else the text; a float or a tuple where one was."""
+  if isinstance(old, list | tuple):
+    return tuple(_value(item, None) for item in re.findall(r'[^(),\s]+', text))
   try:
     value = json.loads(text.lower())
   except ValueError:

@@ -18,8 +18,9 @@ from etils import epath
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from bertjax import alarms, metrics, model, optim, pretraining, state
+from bertjax import alarms, chips, metrics, model, optim, pretraining, state
 from bertjax import step as step_lib
+from bertjax.config import ConfigError
 from bertjax.data import build, corpus, loader
 from bertjax.job import Job, Stage, Stream
 from bertjax.tools import op_costs
@@ -58,6 +59,9 @@ class Variant:
     self.job: Job = pretraining.job(ml_collections.ConfigDict(values), epath.Path('.'))
     self.stage: Stage = self.job.stages[0]
     self.stream: Stream = self.stage.open()
+    if len(self.stream.shapes) > 1:
+      raise ConfigError(f'{name or "phases[0]"}.seq_lengths: the bench times rows of one length; '
+                        'leave it out, and give their length as seq_length')
     self._laps.end('open_data')
     self.first_seconds = self._laps.seconds
     self.rounds: list[tuple[list[float], list[float]]] = []
@@ -152,8 +156,8 @@ class Variant:
     counts = multihost_utils.process_allgather(np.asarray(self._counts, np.int64).mean(0))
     examples, tokens = counts.reshape(-1, 2).sum(0).tolist()
     phase = self.job.metadata['config']['phases'][0]
-    flops = self.stage.flops_per_row * self.stage.batch_size
-    peak = metrics.peak_flops(jax.devices()[0].device_kind)
+    flops = self.stage.flops_per_row(self.stream.mean_length) * self.stage.batch_size
+    peak = chips.peak_flops(jax.devices()[0].device_kind)
     rate = flops / median / self.job.mesh.size
     memory = self.compiled.memory_analysis()
     return {

@@ -1,0 +1,124 @@
+"""Batches of rows of a few lengths: the same examples, each once, seekable, on any host count."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from small_corpora import TinyVocabulary, random_documents
+from test_pretrain import same, stream_of
+
+from bertjax import heads, losses, objectives, state
+from bertjax.data import bucketing, pipeline
+from bertjax.model import BertConfig
+
+DOCUMENTS = random_documents(3, 60)
+BATCH = 16
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+  monkeypatch.setattr(bucketing, '_BLOCK_EXAMPLES', 8 * BATCH)
+
+
+def bucketed_of(seq_lengths=(16, 24, 32), **changes):
+  return bucketing.BucketedStream(stream_of(DOCUMENTS, **changes), seq_lengths, BATCH)
+
+
+def batch_of(bucketed, step):
+  return bucketed.batch(step * BATCH + np.arange(BATCH))
+
+
+def padded(batch, like):
+  """The rows as wide as they are in `like`."""
+  fillers = {'input_ids': TinyVocabulary().pad_id}
+  return {name: np.pad(array, [(0, 0), (0, like[name].shape[1] - array.shape[1])],
+                       constant_values=fillers.get(name, 0))
+          if array.ndim == 2 else array for name, array in batch.items()}
+
+
+@pytest.mark.parametrize('task', ['nsp', 'none'])
+@pytest.mark.parametrize('whole_words', [False, True])
+def test_batches_have_the_examples_and_masks_of_the_stream(task, whole_words):
+  bucketed = bucketed_of(next_sentence=task, whole_word_masking=whole_words)
+  seen = []
+  for step in range(8, 24):  # the second and the third block
+    length, numbers = bucketed.group(step)
+    batch, alone = batch_of(bucketed, step), bucketed.examples.batch(numbers)
+    same(padded(batch, alone), alone)
+    longest = batch['attention_mask'].sum(1).max()
+    assert length == min(bucket for bucket in bucketed.seq_lengths if bucket >= longest)
+    seen += numbers.tolist()
+  assert sorted(seen) == list(range(8 * BATCH, 24 * BATCH))  # each once
+
+
+def test_less_is_padding_and_the_shares_are_measured():
+  bucketed = bucketed_of()
+  plain = 1 - bucketed.examples.statistics.padding
+  assert bucketed.real_tokens > plain + 0.05
+  lengths = np.array([bucketed.group(step).seq_length for step in range(32)])
+  assert bucketed.shares == {length: (lengths == length).mean() for length in (16, 24, 32)}
+  assert len(set(lengths)) > 1 and bucketed.mean_length == lengths.mean()
+  tokens = sum(batch_of(bucketed, step)['attention_mask'].sum() for step in range(32))
+  assert bucketed.real_tokens == pytest.approx(tokens / (lengths.sum() * BATCH))
+
+
+def test_short_and_long_batches_take_turns_and_every_block_has_another_order():
+  turns = [tuple(bucketed_of().group(8 * block + place).seq_length for place in range(8))
+           for block in range(4)]
+  assert len(set(turns)) > 1 and any(list(turn) != sorted(turn) for turn in turns)
+
+
+def test_batches_do_not_depend_on_what_was_asked_before():
+  steps = [40, 3, 17, 0]
+  bucketed = bucketed_of()
+  for step in steps:
+    same(batch_of(bucketed, step), batch_of(bucketed_of(), step))
+
+
+def test_hosts_read_disjoint_rows_that_make_up_the_batch():
+  shares = [list(pipeline.batches(bucketed_of(), BATCH, 5, 4, host, 2)) for host in range(2)]
+  for step, parts in enumerate(zip(*shares, strict=True), 5):
+    same({name: np.concatenate([part[name] for part in parts]) for name in parts[0]},
+         batch_of(bucketed_of(), step))
+
+
+def test_batches_have_the_shapes_that_are_compiled_for():
+  bucketed = bucketed_of()
+  for step in range(8):
+    batch, length = batch_of(bucketed, step), bucketed.group(step).seq_length
+    assert {name: (array.shape, array.dtype.type) for name, array in batch.items()} == (
+        bucketed.batch_shapes(BATCH, length))
+  shapes = bucketed.batch_shapes(4)
+  assert shapes['input_ids'] == ((4, None), np.int32)
+  assert shapes['next_sentence_labels'] == ((4,), np.int32)
+
+
+@pytest.mark.parametrize('lengths', [(16, 24), (32, 16), (16, 16, 32), (16, 64)])
+def test_lengths_that_do_not_lead_to_the_examples_own_are_refused(lengths):
+  with pytest.raises(ValueError, match='must ascend and end in the seq_length, 32'):
+    bucketed_of(lengths)
+
+
+def test_cut_rows_give_the_losses_and_gradients_of_whole_ones():
+  bucketed = bucketed_of(vocabulary=TinyVocabulary())
+  config = BertConfig(
+      vocab_size=bucketed.examples.tokenizer.vocab_size, hidden_size=16, num_hidden_layers=2,
+      num_attention_heads=2, intermediate_size=32, max_position_embeddings=32,
+      hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+  build = lambda rngs: heads.BertForPreTraining(config, rngs)
+  graphdef, _ = state.split(build)
+  params = jax.jit(lambda: state.init_params(build, 0))()
+  objective = objectives.PRETRAINING
+
+  @jax.jit
+  @jax.grad
+  def gradients(params, batch):
+    terms = objective.terms(nnx.merge(graphdef, params), batch, None)
+    weights = objective.weights(batch)
+    return sum(losses.mean(term.loss, weights[name]) for name, term in terms.items())
+
+  step = next(step for step in range(32) if bucketed.group(step).seq_length == 24)
+  found, wanted = (
+      gradients(params, jax.tree.map(jax.numpy.asarray, batch)) for batch in (
+          batch_of(bucketed, step), bucketed.examples.batch(bucketed.group(step).numbers)))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
