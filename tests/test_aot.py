@@ -190,6 +190,13 @@ def test_what_cannot_be_tried_is_told_in_a_line(monkeypatch, capsys, config):
   assert 'known are v4, v5e, v5p, v6e, a100, h100, h200' in capsys.readouterr().err
 
 
+def test_what_the_compiler_repeats_by_itself_is_told():
+  report = aot.Report(True, 'none', 15.0, {'peak': 1}, repeated_share=0.1)
+  assert aot._repeats(report) == '10.0% of the forward pass is computed again'
+  assert 'memory ran short: 47 instructions' in aot._repeats(
+      dataclasses.replace(report, rescues=47))
+
+
 def test_a_report_knows_only_json_types():
   report = aot.Report(True, 'none', 8.0, {'peak': 1}, {'all-reduce': (1, 2)}, ((2, {}),))
   assert json.loads(json.dumps(dataclasses.asdict(report)))['loops'] == [[2, {}]]

@@ -82,6 +82,11 @@ def test_a_small_text_is_counted_as_by_hand():
   assert found.kernels == {hlo.Kernel('kernel', ((32, 8),)): 1}
 
 
+def test_what_the_compiler_computes_again_is_counted_by_its_names():
+  assert hlo.analyse(TEXT).rescues == 0
+  assert hlo.analyse(TEXT.replace('%half', '%half.remat2')).rescues == 1
+
+
 def test_arrays_in_fast_memory_are_no_traffic_of_the_main_memory():
   """The loop's product reads x from S(1) and w from the main memory; the permute writes x there."""
   program = hlo.parse(TEXT)

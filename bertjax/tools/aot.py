@@ -81,6 +81,7 @@ class Report:
     flops: of matrix products and attention kernels.
     model_flops: without what is computed twice.
     repeated_share: FLOPs that are computed again, as a share of the forward pass.
+    rescues: instructions that the compiler added of its own accord, since memory ran short.
     hbm_bytes: read and written, an estimate.
     rematerialised: warnings of the partitioner that it had to gather a whole array.
     compile_s: seconds of wall time and of CPU time.
@@ -95,6 +96,7 @@ class Report:
   flops: int = 0
   model_flops: int = 0
   repeated_share: float = 0.0
+  rescues: int = 0
   hbm_bytes: int = 0
   rematerialised: int = 0
   compile_s: tuple[float, float] = (0.0, 0.0)
@@ -232,7 +234,8 @@ def _report(plan: Plan, compiled, seconds: tuple[float, float], said: str) -> Re
                    for kind, traffic in found.collectives.items()},
       loops=tuple((loop.trips, loop.collectives) for loop in found.loops),
       flops=flops, model_flops=round(model_flops),
-      repeated_share=max(0.0, repeated / (model_flops / 3)), hbm_bytes=found.hbm_bytes,
+      repeated_share=max(0.0, repeated / (model_flops / 3)), rescues=found.rescues,
+      hbm_bytes=found.hbm_bytes,
       rematerialised=said.lower().count('involuntary full rematerialization'), compile_s=seconds)
 
 
@@ -330,6 +333,13 @@ def describe(plan: Plan, report: Report) -> str:
   return '\n'.join([*lines, *(_warnings(plan) if on_gpu else ())])
 
 
+def _repeats(report: Report) -> str:
+  """Short of memory, XLA computes again what the policy would have kept."""
+  own = (f' (memory ran short: {report.rescues} instructions more by the compiler\'s own choice)'
+         if report.rescues else '')
+  return f'{report.repeated_share:.1%} of the forward pass is computed again{own}'
+
+
 def _details(plan: Plan, report: Report, gib: dict[str, str], noun: str) -> list[str]:
   collectives = ', '.join(f'{kind} {count} ({nbytes / 1e9:.3f} GB)' for kind, (count, nbytes)
                           in sorted(report.collectives.items())) or 'none'
@@ -342,8 +352,7 @@ def _details(plan: Plan, report: Report, gib: dict[str, str], noun: str) -> list
       f'collectives  {collectives}',
       f'loops        {loops}',
       f'FLOPs        {report.flops / 1e12:.3f} T a step and {noun}; the model needs '
-      f'{report.model_flops / 1e12:.3f} T, {report.repeated_share:.1%} of the forward pass is '
-      'computed again',
+      f'{report.model_flops / 1e12:.3f} T, {_repeats(report)}',
       f'intensity    {report.flops / report.hbm_bytes:.0f} FLOP a byte of main memory; the {noun} '
       f'has {peak_flops / plan.chip.bandwidth:.0f}',
       f'compiled in  {report.compile_s[0]:.0f} s ({report.compile_s[1]:.0f} s of CPU time), '
@@ -409,8 +418,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if cheapest else 1
   for report in found:
     print(f'remat {report.remat:16} at most {report.rows:g} rows a chip '
-          f'({report.memory["peak"] / _GIB:.2f} GiB), {report.repeated_share:.1%} of the forward '
-          'pass computed again')
+          f'({report.memory["peak"] / _GIB:.2f} GiB), {_repeats(report)}')
   print(f'For {plan.rows:g} rows a chip: ' + (
       f'remat {cheapest.remat}' if cheapest else 'none of them fits; see --accumulate and --fsdp'))
   return 0 if cheapest else 1

@@ -126,6 +126,7 @@ class Analysis:
     matmul_flops: of dot and convolution instructions, two per multiplication.
     kernels: how often each of them runs; `matmul_flops` knows nothing of them.
     hbm_bytes: what instructions read from main memory and write to it: an estimate.
+    rescues: instructions that the compiler added since memory ran short: repeated or compressed.
   """
 
   collectives: dict[str, Traffic]
@@ -133,6 +134,7 @@ class Analysis:
   matmul_flops: int
   kernels: dict[Kernel, int]
   hbm_bytes: int
+  rescues: int
 
 
 def analyse(text: str) -> Analysis:
@@ -162,7 +164,9 @@ def analyse(text: str) -> Analysis:
           for body, trips in loops),
       matmul_flops=flops, kernels=dict(kernels),
       hbm_bytes=sum(count * _hbm_bytes(program, name) for name, count in times.items()
-                    if name in _scheduled(program)))
+                    if name in _scheduled(program)),
+      rescues=sum('.remat' in name for computation in program.computations.values()
+                  for name in computation))
 
 
 # --- Text to instructions ------------------------------------------------------------------------
