@@ -12,6 +12,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: consecutive counters land far apart
@@ -34,9 +35,11 @@ def fold(
   return mix(key ^ mix(jnp.asarray(data).astype(jnp.uint32) + jnp.uint32(_GOLDEN)))
 
 
-def row_keys(seed: int, step: Int[Array, ''], rows: int) -> UInt[Array, '{rows}']:
+def row_keys(
+    seed: int | np.uint32 | UInt[Array, ''], step: Int[Array, ''], rows: int
+) -> UInt[Array, '{rows}']:
   """A key for each row of the global batch of a step, into which layers and sites are folded."""
-  key = fold(mix(jnp.uint32(seed & 0xFFFFFFFF) + jnp.uint32(_GOLDEN)), step)
+  key = fold(mix(jnp.asarray(seed).astype(jnp.uint32) + jnp.uint32(_GOLDEN)), step)
   return fold(jnp.broadcast_to(key, (rows,)), jnp.arange(rows, dtype=jnp.uint32))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, UInt
@@ -18,6 +19,7 @@ from bertjax.objectives import Batch, Objective
 from bertjax.state import Params, TrainState
 
 Metrics = dict[str, Float[Array, '']]
+Seed = int | np.uint32 | UInt[Array, '']
 
 
 def _metrics(sums: dict[str, losses.Sums]) -> Metrics:
@@ -62,14 +64,16 @@ def _gradients(
 
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
-  """(state, batch) -> (state, metrics of the weights before the update).
+  """(state, batch, seed) -> (state, metrics of the weights before the update).
+
+  The dropout bits depend on the seed, the step and the row of the global batch. It is an argument,
+  so that runs which differ in nothing else are one compiled program.
 
   Attributes:
     graphdef: the model without its parameters.
     objective: the losses.
     optimizer: from `optim.make(optimizer_settings, ...)`.
     optimizer_settings: read for the rate that is logged and for what is frozen.
-    seed: of the dropout bits; they depend on it, the step and the row of the global batch.
     accumulate: parts into which a batch is cut to save memory.
   """
 
@@ -77,12 +81,13 @@ class TrainStep:
   objective: Objective
   optimizer: optax.GradientTransformationExtraArgs
   optimizer_settings: optim.OptimizerSettings
-  seed: int
   accumulate: int = 1
 
-  def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+  def __call__(
+      self, state: TrainState, batch: Batch, seed: Seed = 0
+  ) -> tuple[TrainState, Metrics]:
     rows = batch['input_ids'].shape[0]
-    keys = dropout.row_keys(self.seed, state.step, rows)
+    keys = dropout.row_keys(seed, state.step, rows)
     grads, sums = _gradients(self, state.params, batch, keys)
     norm = optim.global_norm(grads)
     rate = optim.learning_rate(self.optimizer_settings, state.opt_state)
@@ -94,10 +99,17 @@ class TrainStep:
     return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
 
+def seed_word(seed: int) -> np.uint32:
+  """A seed of any size as the step takes it."""
+  return np.uint32(seed & 0xFFFFFFFF)
+
+
 def jit_train_step(step: TrainStep, like: TrainState) -> Callable:
   """The step compiled for the layout of `like`; the state given to it is donated."""
-  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    return step(state, batch)  # a function, unlike an object, has a name in profiles and logs
+  def train_step(
+      state: TrainState, batch: Batch, seed: Seed = 0
+  ) -> tuple[TrainState, Metrics]:
+    return step(state, batch, seed)  # a function, unlike an object, has a name in profiles and logs
 
   where = jax.tree.map(lambda leaf: leaf.sharding, like)
   return jax.jit(train_step, donate_argnums=0, out_shardings=(where, None))

@@ -128,6 +128,7 @@ def _train_stage(
   optimizer = optim.make(stage.optimizer, run.shapes)
   like = state.abstract(run.shapes, optimizer, job.mesh)
   compiled = _compile(run, stage, like, optimizer, stream.shapes)
+  seed = step_lib.seed_word(job.seed)
   job.alarms.warmup_steps = stage.warmup_end
   if first == start and number > 0:
     current = _begin_stage(stage, current, like)
@@ -151,7 +152,7 @@ def _train_stage(
       return current, step, End.SIGNAL
     with writer.timer.waiting_for_data():
       batch = next(batches)
-    current, step_metrics = compiled[batch['input_ids'].shape](current, batch)
+    current, step_metrics = compiled[batch['input_ids'].shape](current, batch, seed)
     writer.push(step + 1, step_metrics)
   writer.wait()
   return current, end, End.DONE
@@ -168,10 +169,11 @@ def _compile(
   _log('Compiling the step for batches of '
        + ', '.join(' x '.join(map(str, batch['input_ids'][0])) for batch in shapes))
   train_step = step_lib.jit_train_step(
-      step_lib.TrainStep(run.graphdef, stage.objective, optimizer, stage.optimizer, run.job.seed,
+      step_lib.TrainStep(run.graphdef, stage.objective, optimizer, stage.optimizer,
                          stage.accumulate), like)
   return {batch['input_ids'][0]:
-          train_step.lower(like, loader.global_shapes(batch, run.job.mesh)).compile()
+          train_step.lower(like, loader.global_shapes(batch, run.job.mesh),
+                           step_lib.seed_word(run.job.seed)).compile()
           for batch in shapes}
 
 

@@ -35,7 +35,7 @@ def train(kind: str) -> dict[str, np.ndarray]:
     params = hugging_face.fill(shapes, finetune_data.weights(kind))
     current = state.from_params(params, optimizer, like)
     jitted = step.jit_train_step(
-        step.TrainStep(graphdef, objectives.fine_tuning(kind), optimizer, settings, seed=0), like)
+        step.TrainStep(graphdef, objectives.fine_tuning(kind), optimizer, settings), like)
     metrics = []
     for batch in finetune_data.batches(kind):
       batch = jax.device_put(batch, sharding.batch_sharding(mesh))

@@ -144,7 +144,7 @@ def test_three_adamw_steps_are_torch(golden, name):
   params = filled(safetensors.load_file(folder / 'model.safetensors'))
   current = state.TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
   train_step = jax.jit(step.TrainStep(
-      graphdef, objectives.fine_tuning(kind), optimizer, ADAMW, seed=0))
+      graphdef, objectives.fine_tuning(kind), optimizer, ADAMW))
   for number, wanted in enumerate(outputs['adamw_losses'][:3]):
     current, metrics = train_step(current, batch_of(folder, f't{number}'))
     loss = metrics[f'{kind}_loss_sum'] / metrics[f'{kind}_weight']
@@ -320,7 +320,7 @@ def trained(kind, build, *, settings=None, data=1, fsdp=1, accumulate=1, steps=2
     like = state.abstract(shapes, optimizer, mesh)
     current = state.from_params(jax.device_get(before), optimizer, like)
     train_step = step.jit_train_step(step.TrainStep(
-        graphdef, objectives.fine_tuning(kind), optimizer, settings, 0, accumulate), like)
+        graphdef, objectives.fine_tuning(kind), optimizer, settings, accumulate), like)
     metrics = []
     for seed in range(steps):
       batch = jax.device_put(tiny_batch(kind, seed=seed), sharding.batch_sharding(mesh))

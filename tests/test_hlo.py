@@ -152,7 +152,7 @@ def analysed(**mesh):
   mesh = sharding.make_mesh(sharding.MeshSettings(**mesh))
   with jax.set_mesh(mesh):
     like = state.abstract(shapes, optimizer, mesh)
-    train = step.TrainStep(graphdef, objectives.PRETRAINING, optimizer, SETTINGS, 0)
+    train = step.TrainStep(graphdef, objectives.PRETRAINING, optimizer, SETTINGS)
     batch = jax.device_put(uneven_batches(1)[0], sharding.batch_sharding(mesh))
     return hlo.analyse(step.jit_train_step(train, like).lower(like, batch).compile().as_text())
 

@@ -35,7 +35,7 @@ def train(settings: optim.OptimizerSettings) -> dict[str, np.ndarray]:
     params = hugging_face.fill(shapes, parity_data.weights())
     current = state.from_params(params, optimizer, like)
     jitted = step.jit_train_step(
-        step.TrainStep(graphdef, objectives.PRETRAINING, optimizer, settings, seed=0), like)
+        step.TrainStep(graphdef, objectives.PRETRAINING, optimizer, settings), like)
     metrics = []
     for index in range(settings.num_steps):
       batch = jax.device_put(batches[index % len(batches)], sharding.batch_sharding(mesh))

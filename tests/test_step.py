@@ -31,10 +31,11 @@ def train(config, batches, *, data=1, fsdp=1, model=1, accumulate=1, settings=SE
     like = state.abstract(shapes, optimizer, mesh)
     current = state.create(build, 0, optimizer, like)
     jitted = step.jit_train_step(
-        step.TrainStep(graphdef, objective, optimizer, settings, seed, accumulate), like)
+        step.TrainStep(graphdef, objective, optimizer, settings, accumulate), like)
     metrics = []
     for batch in batches:
-      current, values = jitted(current, jax.device_put(batch, sharding.batch_sharding(mesh)))
+      current, values = jitted(
+          current, jax.device_put(batch, sharding.batch_sharding(mesh)), step.seed_word(seed))
       metrics.append(jax.device_get(values))
   return current, metrics, jitted
 
@@ -196,7 +197,7 @@ def analysed(config=WIDE, **mesh):
   batch = uneven_batches(1, config=config)[0]
   with jax.set_mesh(mesh):
     like = state.abstract(shapes, optimizer, mesh)
-    train_step = step.TrainStep(graphdef, objectives.PRETRAINING, optimizer, SETTINGS, 0)
+    train_step = step.TrainStep(graphdef, objectives.PRETRAINING, optimizer, SETTINGS)
     jitted = step.jit_train_step(train_step, like)
     batch = jax.device_put(batch, sharding.batch_sharding(mesh))
     found = hlo.analyse(jitted.lower(like, batch).compile().as_text())

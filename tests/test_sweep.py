@@ -2,6 +2,8 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
@@ -49,6 +51,43 @@ def test_a_folder_for_each_rate_and_seed(values, names):
     assert name == f'lr{rate:g}_seed{own.seed}'
     assert not own.seeds and not own.learning_rates  # a run of its own, that resumes as one
     assert own.optimizer_settings(100).b1 == 0.8  # all else is kept
+
+
+def compiled_anew(word):
+  """What a run that differs in its seed compiles."""
+  step = jax.jit(lambda x, seed: jnp.cos(x @ x) + seed)
+  return step.lower(jnp.ones((64, 64)), np.uint32(word)).compile()
+
+
+def test_runs_of_one_program_compile_it_once():
+  hits, heard = [], lambda event, **_: hits.append(event)
+  before = {name: getattr(jax.config, name) for name in (
+      'jax_persistent_cache_min_compile_time_secs', 'jax_persistent_cache_min_entry_size_bytes')}
+  jax.monitoring.register_event_listener(heard)
+  try:
+    for name in before:
+      jax.config.update(name, 0)
+    with sweep._kept_programs():
+      folder = jax.config.jax_compilation_cache_dir
+      compiled_anew(1)
+      assert '/jax/compilation_cache/cache_hits' not in hits
+      compiled_anew(2)
+      assert '/jax/compilation_cache/cache_hits' in hits
+  finally:
+    for name, value in before.items():
+      jax.config.update(name, value)
+    jax.monitoring.unregister_event_listener(heard)
+  assert jax.config.jax_compilation_cache_dir is None and not epath.Path(folder).exists()
+
+
+def test_the_users_own_cache_of_programs_stays(tmp_path):
+  jax.config.update('jax_compilation_cache_dir', str(tmp_path))
+  try:
+    with sweep._kept_programs():
+      assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+  finally:
+    jax.config.update('jax_compilation_cache_dir', None)
 
 
 # --- The results -------------------------------------------------------------------------------

@@ -4,15 +4,19 @@ Fine-tuning on little data depends on the seed so much that a single run says li
 never leave the answer that knows nothing (Devlin et al. 2018, section 4.1; Mosbach et al. 2021).
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import statistics
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from absl import logging
 from etils import epath
+from jax.experimental.compilation_cache import compilation_cache
 
 from bertjax import best, train
 from bertjax.alarms import NonFiniteError
@@ -39,8 +43,16 @@ def run(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
     raise ConfigError('the training data hold no example to learn from; the log says why')
   if any(not rate > 0 for rate in settings.learning_rates):
     raise ConfigError(f'learning_rates {settings.learning_rates}: each must be positive')
+  planned = runs(settings)
+  with contextlib.nullcontext() if len(planned) == 1 else _kept_programs():
+    return _run_all(planned, workdir, origin, task)
+
+
+def _run_all(
+    planned: list[tuple[str, Settings]], workdir: epath.Path, origin: Origin, task: Task
+) -> int:
   results = []
-  for name, own in runs(settings):
+  for name, own in planned:
     folder = workdir / name if name else workdir
     record = {'task': task.name, 'seed': own.seed, 'folder': name,
               'learning_rate': own.optimizer_settings(1).learning_rate}
@@ -63,6 +75,25 @@ def run(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
       print(table(results))
       print(f'the best run: {best_run(workdir) or "none"}')
   return 0
+
+
+@contextlib.contextmanager
+def _kept_programs() -> Iterator[None]:
+  """Runs that differ in their seed only are one program, compiled once, as long as this is open.
+
+  Where the user has JAX's cache of compiled programs, that is the one.
+  """
+  if jax.config.jax_compilation_cache_dir or jax.process_count() > 1:
+    yield
+    return
+  with tempfile.TemporaryDirectory(prefix='bertjax_programs_') as folder:
+    jax.config.update('jax_compilation_cache_dir', folder)
+    compilation_cache.reset_cache()  # JAX asks once whether there is one
+    try:
+      yield
+    finally:
+      jax.config.update('jax_compilation_cache_dir', None)
+      compilation_cache.reset_cache()
 
 
 def best_run(workdir: epath.Path) -> epath.Path | None:

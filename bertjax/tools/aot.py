@@ -184,13 +184,13 @@ def _lower(plan: Plan):
     like = state.abstract(shapes, optimizer, plan.mesh)
     packed, examples = phase.max_examples_per_row > 1, settings.pretrain_settings(0)
     train_step = step.TrainStep(graphdef, objectives.pretraining(packed), optimizer,
-                                settings.optimizer_of(0), settings.seed, phase.accumulate)
+                                settings.optimizer_of(0), phase.accumulate)
     batch = pretrain.batch_shapes(examples, phase.batch_size)
     if packed:
       batch = packing.batch_shapes(examples, phase.max_examples_per_row, phase.batch_size)
     try:
       return step.jit_train_step(train_step, like).lower(
-          like, loader.global_shapes(batch, plan.mesh))
+          like, loader.global_shapes(batch, plan.mesh), step.seed_word(settings.seed))
     except RuntimeError as error:
       if 'cuDNN' not in str(error):
         raise

@@ -65,7 +65,7 @@ def build(size: str, dropout: float, unroll: int, dtype: str, mesh):
   optimizer = optim.make(settings, shapes)
   like = state.abstract(shapes, optimizer, mesh)
   first = state.create(make_model, 0, optimizer, like)
-  train_step = step.TrainStep(graphdef, objectives.PRETRAINING, optimizer, settings, seed=0)
+  train_step = step.TrainStep(graphdef, objectives.PRETRAINING, optimizer, settings)
   batch = jax.device_put(synthetic_batch(rows), sharding.batch_sharding(mesh))
   return step.jit_train_step(train_step, like), first, batch
 

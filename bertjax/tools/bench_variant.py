@@ -83,15 +83,16 @@ class Variant:
       like = state.abstract(shapes, optimizer, self.job.mesh)
       jitted = step_lib.jit_train_step(
           step_lib.TrainStep(graphdef, self.stage.objective, optimizer, self.stage.optimizer,
-                             self.job.seed, self.stage.accumulate), like)
-      lowered = jitted.lower(like, loader.global_shapes(self.stream.shapes[0], self.job.mesh))
+                             self.stage.accumulate), like)
+      lowered = jitted.lower(like, loader.global_shapes(self.stream.shapes[0], self.job.mesh),
+                             step_lib.seed_word(self.job.seed))
       laps.end('trace')
       self.compiled = lowered.compile()
       laps.end('compile')
       self._state = jax.block_until_ready(
           state.create(self.job.build, self.job.seed, optimizer, like))
       laps.end('init')
-      self._state, last = self.compiled(self._state, batch)
+      self._state, last = self.compiled(self._state, batch, step_lib.seed_word(self.job.seed))
       jax.block_until_ready(last)
       laps.end('first_run')
 
@@ -108,7 +109,8 @@ class Variant:
       batch = next(self._batches)
       waits.append(time.perf_counter() - began)
       with jax.set_mesh(self.job.mesh):
-        self._state, dispatched = self.compiled(self._state, batch)
+        self._state, dispatched = self.compiled(
+            self._state, batch, step_lib.seed_word(self.job.seed))
       if pending is not None:
         last = self._arrived(pending, last, seconds)
       pending = dispatched
