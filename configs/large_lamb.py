@@ -9,7 +9,8 @@ with 12.8 %; decay with power 0.5. There it ends with a loss of 1.244 in 1.2 hou
 
 Between the phases the moments are carried over and the schedule begins anew, with its own warm-up.
 `accumulate` cuts a batch into parts that fit: raise it on fewer devices, the result stays the same.
-To begin with phase 2 from weights of length 128, set `init_from` and give the second phase alone.
+`--config=configs/large_lamb.py:phase2 --config.init_from=RUN` is the second phase alone, from weights
+trained at length 128; moments begin at zero.
 """
 
 from ml_collections import ConfigDict
@@ -17,8 +18,14 @@ from ml_collections import ConfigDict
 from configs import common, large
 
 
-def get_config() -> ConfigDict:
-  """Two phases, two schedules."""
+def get_config(variant: str = '') -> ConfigDict:
+  """Two phases, two schedules; `variant` is '' or 'phase2'.
+
+  Raises:
+    ValueError: another variant.
+  """
+  if variant not in ('', 'phase2'):
+    raise ValueError(f"configs/large_lamb.py:{variant}: write ':phase2' or nothing behind the file")
   config = large.get_config()
   first = common.phase(seq_length=128, batch_size=65_536, num_steps=7038)
   first.accumulate = 8
@@ -27,7 +34,7 @@ def get_config() -> ConfigDict:
   second.max_predictions_per_seq = 80
   second.learning_rate = 4e-3
   second.warmup_steps = round(0.128 * 1563)
-  config.phases = (first, second)
+  config.phases = (second,) if variant else (first, second)
   config.optimizer.name = 'lamb'
   config.optimizer.bias_correction = True
   config.optimizer.learning_rate = 6e-3

@@ -47,6 +47,17 @@ def test_base_is_the_papers_recipe():
   assert base.starts() == (0, 900_000)
 
 
+def test_the_second_half_of_the_large_batch_recipe_stands_alone():
+  module = importlib.import_module('configs.large_lamb')
+  alone = module.get_config('phase2')
+  alone.data.path = 'shards'
+  both, alone = settings.from_config(config('large_lamb')), settings.from_config(alone)
+  assert alone.phases == both.phases[1:] and alone.optimizer_of(0) == both.optimizer_of(1)
+  assert alone.optimizer_of(0).learning_rate == 4e-3
+  with pytest.raises(ValueError, match=':phase2'):
+    module.get_config('phase3')
+
+
 def test_a_phase_with_a_rate_begins_a_schedule():
   values = config()
   values.phases[1].learning_rate = 5e-5
