@@ -9,8 +9,8 @@ with 12.8 %; decay with power 0.5. There it ends with a loss of 1.244 in 1.2 hou
 
 Between the phases the moments are carried over and the schedule begins anew, with its own warm-up.
 `accumulate` cuts a batch into parts that fit: raise it on fewer devices, the result stays the same.
-`--config=configs/large_lamb.py:phase2 --config.init_from=RUN` is the second phase alone, from weights
-trained at length 128; moments begin at zero.
+`--config=configs/large_lamb.py:phase2 --config.init_from=RUN` is the second phase alone,
+from weights trained at length 128; moments begin at zero.
 """
 
 from ml_collections import ConfigDict
