@@ -401,7 +401,7 @@ def test_a_killed_process_ends_the_other_and_both_resume_to_the_same_weights(
     home, whole, tmp_path):
   """At start-up, and then during the steps; BERTJAX_KILLS=10 kills more often than CI can wait."""
   draw = random.Random(5)
-  kills = int(os.environ.get('BERTJAX_KILLS', '3'))
+  kills = int(os.environ.get('BERTJAX_KILLS', '2'))
   for turn in range(kills):
     both = start_two(home, tmp_path)
     victim = draw.randrange(2)
