@@ -257,8 +257,8 @@ def _describe(setup: _Setup) -> list[str]:
     rows = ' or '.join(map(str, phase.lengths))
     lines.append(
         f'phase {i}     {phase.num_steps:,} steps of {phase.batch_size} x {rows} '
-        f'({"at most " if phase.seq_lengths else ""}{phase.batch_size * phase.seq_length:,} tokens a '
-        'step, accumulated over '
+        f'({"at most " if phase.seq_lengths else ""}{phase.batch_size * phase.seq_length:,} tokens '
+        'a step, accumulated over '
         f'{phase.accumulate}{f", packed up to {packed} in a row" if packed > 1 else ""}); rate '
         f'{rate.learning_rate:g}, warm-up {rate.warmup_steps:,} of {rate.num_steps:,}')
   lines.append(f'steps       {settings.num_steps:,} in all; bias correction: '
