@@ -9,7 +9,7 @@ import ml_collections
 
 from bertjax import config as config_lib
 from bertjax.config import ConfigError
-from bertjax.data import hashing
+from bertjax.data import bucketing, hashing
 from bertjax.data.pretrain import PretrainSettings
 from bertjax.job import CheckpointSettings
 from bertjax.model import BertConfig
@@ -238,12 +238,14 @@ def from_config(config: ml_collections.ConfigDict | Mapping[str, Any]) -> Settin
 
 
 def _check_lengths(phase: Phase, name: str) -> None:
-  """Of buckets: ascending to the phase's own length, and not of packed rows."""
-  lengths = phase.lengths
-  if lengths[-1] != phase.seq_length or list(lengths) != sorted(set(lengths)) or lengths[0] < 8:
-    raise ConfigError(f'{name}.seq_lengths is {lengths}; give ascending lengths of at least 8, the '
-                      f'last of them the seq_length, {phase.seq_length}')
-  if phase.seq_lengths and phase.max_examples_per_row > 1:
+  """Rows of several lengths: those that bucketing.py takes, and no packed rows."""
+  if not phase.seq_lengths:
+    return
+  try:
+    bucketing.check(phase.seq_lengths, phase.seq_length)
+  except ValueError as error:
+    raise ConfigError(f'{name}.{error}') from error
+  if phase.max_examples_per_row > 1:
     raise ConfigError(f'{name}: rows are either packed (max_examples_per_row) or of several '
                       'lengths (seq_lengths); packing leaves less padding')
 

@@ -1,15 +1,17 @@
 """Batches of rows of a few lengths: the same examples, each once, seekable, on any host count."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 from small_corpora import TinyVocabulary, random_documents
+from test_packing import small_model
 from test_pretrain import same, stream_of
 
-from bertjax import heads, losses, objectives, state
+from bertjax import losses, objectives
 from bertjax.data import bucketing, pipeline
-from bertjax.model import BertConfig
 
 DOCUMENTS = random_documents(3, 60)
 BATCH = 16
@@ -42,10 +44,11 @@ def test_batches_have_the_examples_and_masks_of_the_stream(task, whole_words):
   bucketed = bucketed_of(next_sentence=task, whole_word_masking=whole_words)
   seen = []
   for step in range(8, 24):  # the second and the third block
-    length, numbers = bucketed.group(step)
+    length, numbers, tokens = bucketed.group(step)
     batch, alone = batch_of(bucketed, step), bucketed.examples.batch(numbers)
     same(padded(batch, alone), alone)
     longest = batch['attention_mask'].sum(1).max()
+    assert tokens == batch['attention_mask'].sum()
     assert length == min(bucket for bucket in bucketed.seq_lengths if bucket >= longest)
     seen += numbers.tolist()
   assert sorted(seen) == list(range(8 * BATCH, 24 * BATCH))  # each once
@@ -93,21 +96,23 @@ def test_batches_have_the_shapes_that_are_compiled_for():
   assert shapes['next_sentence_labels'] == ((4,), np.int32)
 
 
-@pytest.mark.parametrize('lengths', [(16, 24), (32, 16), (16, 16, 32), (16, 64)])
+def test_slots_for_predictions_follow_the_length_but_of_the_longest_rows_are_as_asked_for():
+  few, many = (bucketed_of(max_predictions_per_seq=most).examples.settings for most in (3, 9))
+  assert [bucketing.num_predictions(few, length) for length in (16, 24, 32)] == [3, 3, 3]
+  assert [bucketing.num_predictions(many, length) for length in (16, 24, 32)] == [3, 4, 9]
+  short = dataclasses.replace(many, next_sentence='none', seq_length=4, max_predictions_per_seq=0)
+  assert bucketing.num_predictions(short, 3) == 1
+
+
+@pytest.mark.parametrize('lengths', [(16, 24), (32, 16), (16, 16, 32), (16, 64), (7, 32)])
 def test_lengths_that_do_not_lead_to_the_examples_own_are_refused(lengths):
-  with pytest.raises(ValueError, match='must ascend and end in the seq_length, 32'):
+  with pytest.raises(ValueError, match='give ascending .* the last of them the seq_length, 32'):
     bucketed_of(lengths)
 
 
 def test_cut_rows_give_the_losses_and_gradients_of_whole_ones():
   bucketed = bucketed_of(vocabulary=TinyVocabulary())
-  config = BertConfig(
-      vocab_size=bucketed.examples.tokenizer.vocab_size, hidden_size=16, num_hidden_layers=2,
-      num_attention_heads=2, intermediate_size=32, max_position_embeddings=32,
-      hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-  build = lambda rngs: heads.BertForPreTraining(config, rngs)
-  graphdef, _ = state.split(build)
-  params = jax.jit(lambda: state.init_params(build, 0))()
+  graphdef, params = small_model(bucketed.examples.tokenizer.vocab_size)
   objective = objectives.PRETRAINING
 
   @jax.jit

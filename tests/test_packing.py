@@ -235,16 +235,20 @@ def test_impossible_settings_are_refused():
 # --- What is learnt from them
 
 
+def small_model(vocab_size):
+  """Graph and parameters of a pre-training model without dropout."""
+  config = BertConfig(
+      vocab_size=vocab_size, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+      intermediate_size=32, max_position_embeddings=32, hidden_dropout_prob=0.0,
+      attention_probs_dropout_prob=0.0)
+  build = lambda rngs: heads.BertForPreTraining(config, rngs)
+  return state.split(build)[0], jax.jit(lambda: state.init_params(build, 0))()
+
+
 @pytest.mark.parametrize('task', ['nsp', 'none'])
 def test_b067_packed_rows_give_the_losses_and_gradients_of_unpacked_ones(task):
   packed = packed_of(next_sentence=task, vocabulary=TinyVocabulary())
-  config = BertConfig(
-      vocab_size=packed.examples.tokenizer.vocab_size, hidden_size=16, num_hidden_layers=2,
-      num_attention_heads=2, intermediate_size=32, max_position_embeddings=32,
-      hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-  build = lambda rngs: heads.BertForPreTraining(config, rngs)
-  graphdef, _ = state.split(build)
-  params = jax.jit(lambda: state.init_params(build, 0))()
+  graphdef, params = small_model(packed.examples.tokenizer.vocab_size)
 
   def run(objective, batch):
     def loss(params):

@@ -13,6 +13,7 @@ over its predictions, those of a batch of short examples weigh a little more. Pa
 neither (packing.py).
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,16 +36,31 @@ _PREDICTIONS = ('masked_lm_positions', 'masked_lm_ids', 'masked_lm_weights')
 
 
 class Group(NamedTuple):
-  """A batch: the length of its rows and the numbers of its examples."""
+  """A batch: the length of its rows, the numbers of its examples, and the tokens of them all."""
 
   seq_length: int
   numbers: Int[np.ndarray, 'B']
+  tokens: int
+
+
+def check(seq_lengths: Sequence[int], longest: int) -> None:
+  """Refuses lengths of rows that do not fit examples of at most `longest` tokens.
+
+  Raises:
+    ValueError: they do not ascend from 8 or more to `longest`.
+  """
+  if (list(seq_lengths) != sorted(set(seq_lengths)) or seq_lengths[0] < 8
+      or seq_lengths[-1] != longest):
+    raise ValueError(f'seq_lengths is {tuple(seq_lengths)}; give ascending lengths of at least 8, '
+                     f'the last of them the seq_length, {longest}')
 
 
 def num_predictions(settings: PretrainSettings, seq_length: int) -> int:
   """The slots for predictions of rows of a length, not above the settings' own."""
-  derived = PretrainSettings(seq_length=seq_length, masked_lm_prob=settings.masked_lm_prob)
-  return min(settings.num_predictions, derived.num_predictions)
+  if seq_length == settings.seq_length:
+    return settings.num_predictions
+  shorter = dataclasses.replace(settings, seq_length=seq_length, max_predictions_per_seq=0)
+  return min(settings.num_predictions, shorter.num_predictions)
 
 
 class BucketedStream:
@@ -70,21 +86,18 @@ class BucketedStream:
       batch_size: rows of a global batch.
 
     Raises:
-      ValueError: lengths that do not ascend to the examples' own.
+      ValueError: see `check`.
     """
-    longest = examples.settings.seq_length
-    if list(seq_lengths) != sorted(set(seq_lengths)) or seq_lengths[-1] != longest:
-      raise ValueError(f'seq_lengths {tuple(seq_lengths)} must ascend and end in the seq_length, '
-                       f'{longest}')
+    check(seq_lengths, examples.settings.seq_length)
     self.examples, self.seq_lengths, self.batch_size = examples, tuple(seq_lengths), batch_size
     self._block_batches = int(np.clip(_BLOCK_EXAMPLES // batch_size, *_BLOCK_BATCHES))
     self._plan = functools.lru_cache(2)(self._make_plan)
-    sample = [group for block in range(_SAMPLE_BLOCKS) for group in self._make_plan(block)]
+    # The first block comes last: its plan is then at hand when the run begins.
+    sample = [group for block in reversed(range(_SAMPLE_BLOCKS)) for group in self._plan(block)]
     found = np.array([group.seq_length for group in sample])
     self.shares = {length: float((found == length).mean()) for length in seq_lengths}
     self.mean_length = float(found.mean())
-    tokens = sum(int(examples.lengths(group.numbers).sum()) for group in sample)
-    self.real_tokens = tokens / (found.sum() * batch_size)
+    self.real_tokens = float(sum(group.tokens for group in sample) / (found.sum() * batch_size))
     logging.info(
         'bucketed: %s of the batches; %.1f%% of the places are real tokens',
         ', '.join(f'rows of {length} in {share:.0%}' for length, share in self.shares.items()),
@@ -105,7 +118,7 @@ class BucketedStream:
       As ExampleStream.batch, the rows and the predictions cut to the batch's length.
     """
     step = int(indices[0]) // self.batch_size
-    length, numbers = self.group(step)
+    length, numbers, _ = self.group(step)
     batch = self.examples.batch(numbers[indices - step * self.batch_size])
     predictions = num_predictions(self.examples.settings, length)
     ends = dict.fromkeys(_TOKENS, length) | dict.fromkeys(_PREDICTIONS, predictions)
@@ -125,9 +138,9 @@ class BucketedStream:
     numbers = block * size + np.arange(size)
     lengths = self.examples.lengths(numbers)
     order = np.argsort(lengths, kind='stable').reshape(self._block_batches, self.batch_size)
-    longest = lengths[order].max(1)
-    rows = np.array(self.seq_lengths)[np.searchsorted(self.seq_lengths, longest)]
+    sizes = lengths[order]
+    rows = np.array(self.seq_lengths)[np.searchsorted(self.seq_lengths, sizes.max(1))]
     keys = hashing.fold(
         hashing.fold_int(self.examples.settings.seed, block), np.arange(self._block_batches))
     turns = np.argsort(hashing.bits(keys, _ORDER), kind='stable')
-    return [Group(int(rows[turn]), numbers[order[turn]]) for turn in turns]
+    return [Group(int(rows[turn]), numbers[order[turn]], int(sizes[turn].sum())) for turn in turns]

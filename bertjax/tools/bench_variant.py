@@ -57,6 +57,7 @@ class Variant:
     """
     self.name, self._laps = name, _Laps()
     self.job: Job = pretraining.job(ml_collections.ConfigDict(values), epath.Path('.'))
+    self._seed = step_lib.seed_word(self.job.seed)
     self.stage: Stage = self.job.stages[0]
     self.stream: Stream = self.stage.open()
     if len(self.stream.shapes) > 1:
@@ -85,14 +86,14 @@ class Variant:
           step_lib.TrainStep(graphdef, self.stage.objective, optimizer, self.stage.optimizer,
                              self.stage.accumulate), like)
       lowered = jitted.lower(like, loader.global_shapes(self.stream.shapes[0], self.job.mesh),
-                             step_lib.seed_word(self.job.seed))
+                             self._seed)
       laps.end('trace')
       self.compiled = lowered.compile()
       laps.end('compile')
       self._state = jax.block_until_ready(
           state.create(self.job.build, self.job.seed, optimizer, like))
       laps.end('init')
-      self._state, last = self.compiled(self._state, batch, step_lib.seed_word(self.job.seed))
+      self._state, last = self.compiled(self._state, batch, self._seed)
       jax.block_until_ready(last)
       laps.end('first_run')
 
@@ -109,8 +110,7 @@ class Variant:
       batch = next(self._batches)
       waits.append(time.perf_counter() - began)
       with jax.set_mesh(self.job.mesh):
-        self._state, dispatched = self.compiled(
-            self._state, batch, step_lib.seed_word(self.job.seed))
+        self._state, dispatched = self.compiled(self._state, batch, self._seed)
       if pending is not None:
         last = self._arrived(pending, last, seconds)
       pending = dispatched
