@@ -20,7 +20,7 @@ import pytest
 import small_corpora
 
 from bertjax import checkpoint, hosts, roll_call, step_folder
-from bertjax.data import pipeline, pretrain, shards
+from bertjax.data import pipeline, pretrain, shard_writer, shards
 from bertjax.data.examples import EpochBatches, Examples
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -340,11 +340,11 @@ def cut_into_three(source: pathlib.Path, target: pathlib.Path) -> None:
   splits = {}
   for name in manifest.splits:
     (shard,) = shards.open_split(source, name).shards
-    writer = shards.ShardWriter(target, name, 60, shard_tokens=len(shard.tokens) * 5 // 11)
+    writer = shard_writer.ShardWriter(target, name, 60, shard_tokens=len(shard.tokens) * 5 // 11)
     writer.append(np.asarray(shard.tokens), np.diff(shard.sentences), np.diff(shard.documents))
     splits[name] = writer.close()
   assert len(splits['train'].files) == 3
-  shards.write_manifest(target, dataclasses.replace(
+  shard_writer.write_manifest(target, dataclasses.replace(
       manifest, splits=splits,
       content_hash=shards.content_hash(splits, manifest.tokenizer['hash'])))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertjax.data import shards
+from bertjax.data import shard_writer, shards
 
 IDS = st.lists(st.integers(0, 999), min_size=1, max_size=8)
 DOCUMENTS = st.lists(st.lists(IDS, min_size=1, max_size=5), max_size=12)
@@ -44,7 +44,7 @@ def write_set(folder, documents, vocab_size=1000, words=None, **options):
   splits = {}
   for name, content in (('train', documents), ('heldout', documents[:1])):
     borders = words if name == 'train' else None
-    writer = shards.ShardWriter(
+    writer = shard_writer.ShardWriter(
         folder, name, vocab_size, word_borders=borders is not None, **options
     )
     writer.append(*flatten(content), borders)
@@ -61,7 +61,7 @@ def write_set(folder, documents, vocab_size=1000, words=None, **options):
       content_hash=shards.content_hash(splits, 'abc'),
       bertjax_version='0',
   )
-  shards.write_manifest(folder, manifest)
+  shard_writer.write_manifest(folder, manifest)
   return manifest
 
 
@@ -75,7 +75,7 @@ def test_documents_come_back_however_they_are_appended_and_cut(
   assert shards.load_manifest(whole) == manifest
   assert nested(shards.open_split(whole)) == documents
 
-  writer = shards.ShardWriter(parts, 'train', 1000, shard_tokens=shard_tokens)
+  writer = shard_writer.ShardWriter(parts, 'train', 1000, shard_tokens=shard_tokens)
   for start in range(0, len(documents), pieces):
     writer.append(*flatten(documents[start : start + pieces]))
   assert writer.close() == manifest.splits['train']  # hashes included: the same bytes
@@ -110,7 +110,7 @@ def test_arrays_are_read_only(tmp_path):
 
 
 def test_writer_refuses_what_does_not_add_up(tmp_path):
-  writer = shards.ShardWriter(tmp_path, 'train', 100)
+  writer = shard_writer.ShardWriter(tmp_path, 'train', 100)
   with pytest.raises(shards.ShardError, match='add up'):
     writer.append(np.array([1, 2]), np.array([1]), np.array([1]))
   with pytest.raises(shards.ShardError, match='empty'):
@@ -138,7 +138,7 @@ def test_a_damaged_manifest_is_named(tmp_path, text):
 
 def test_another_version_is_refused(tmp_path):
   manifest = write_set(tmp_path, [[[1]]])
-  shards.write_manifest(tmp_path, dataclasses.replace(manifest, version=99))
+  shard_writer.write_manifest(tmp_path, dataclasses.replace(manifest, version=99))
   with pytest.raises(shards.ShardError, match='version 99'):
     shards.load_manifest(tmp_path)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Bool, Int, UInt8, UInt64
 
-from bertjax.data import shards
+from bertjax.data import shard_writer, shards
 from bertjax.data.units import HASH_BYTES, unit_folder
 
 TRAIN, HELDOUT, DUPLICATE = 1, 2, 3
@@ -124,7 +124,7 @@ def assemble(
   shutil.rmtree(target, ignore_errors=True)
   target.mkdir()
   writers = {
-      name: shards.ShardWriter(target, name, vocab_size, word_borders=word_borders)
+      name: shard_writer.ShardWriter(target, name, vocab_size, word_borders=word_borders)
       for name in shards.SPLITS
   }
   tally = Tally({name: np.zeros(vocab_size, np.int64) for name in shards.SPLITS})

@@ -28,7 +28,7 @@ from absl import logging
 from etils import epath
 
 import bertjax
-from bertjax.data import assembly, console, corpus, shards, units
+from bertjax.data import assembly, console, corpus, shard_writer, shards, units
 from bertjax.data import tokenizer as tokenizer_lib
 from bertjax.data.encoding import Tokenizer, TokenizerError
 from bertjax.data.units import BuildError
@@ -125,7 +125,7 @@ def _build(settings: BuildSettings, output: epath.Path) -> shards.Manifest:
     manifest = _manifest(settings, sources, tokenizer, splits, tally)
     _warn(manifest, tally)
     (folder / 'tokenizer').rename(folder / 'assembled' / 'tokenizer')
-    shards.replace_data_set(folder / 'assembled', output, manifest)
+    shard_writer.replace_data_set(folder / 'assembled', output, manifest)
     shutil.rmtree(folder)
   return manifest
 
