@@ -103,8 +103,9 @@ def test_what_is_compiled_is_the_step_of_the_phase_packed_or_not(plan, most, fie
   lowered = aot._lower(dataclasses.replace(
       plan, mesh=mesh, bert=dataclasses.replace(plan.bert, attention='xla'),
       settings=dataclasses.replace(plan.settings, phases=(phase,))))
-  (_, batch), _ = lowered.args_info
+  (_, batch, seed), _ = lowered.args_info
   assert fields <= set(batch) and ('segment_ids' in batch) == (most > 1)
+  assert seed.shape == ()  # an argument, as in train.py: no constant of the program
 
 
 def test_without_cudnn_its_attention_is_refused_and_not_replaced(monkeypatch, plan):
