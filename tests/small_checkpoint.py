@@ -64,7 +64,7 @@ def random_params(config: BertConfig, kind: str, num_outputs: int = 0) -> state.
 def shrink(config: ConfigDict, init_from, **data) -> ConfigDict:
   """A recipe of configs/finetune for toys: short rows, a high rate, no dropout."""
   config.init_from = str(init_from)
-  config.seq_lengths = (16, 32)
+  config.seq_length, config.seq_lengths = 32, (16, 32)
   config.batch_size, config.num_epochs = 8, 4
   config.optimizer.learning_rate = 3e-3
   config.model.update({'hidden_dropout_prob': 0.0, 'attention_probs_dropout_prob': 0.0})

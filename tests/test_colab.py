@@ -39,7 +39,7 @@ def test_the_notebook_runs_end_to_end(tmp_path):
   parameters.source = '\n'.join([
       f'WEIGHTS = {str(tmp_path / "hf")!r}', "TASK = 'sst2'",
       f'DATA = {str(tmp_path / "glue_data")!r}', f'WORKDIR = {str(workdir)!r}',
-      "OPTIONS = ['--config.seq_lengths=(16,)', '--config.batch_size=8',"
+      "OPTIONS = ['--config.seq_length=16', '--config.batch_size=8',"
       " '--config.num_epochs=4', '--config.optimizer.learning_rate=3e-3']",
       "SENTENCE = 'the river is red'"])
   nbclient.NotebookClient(

@@ -1,5 +1,6 @@
 """Examples to batches: each once an epoch, few shapes, every batch a function of its step."""
 
+import itertools
 import json
 
 import numpy as np
@@ -35,6 +36,34 @@ def same(one, other) -> bool:
   return one.keys() == other.keys() and all(
       one[name].dtype == other[name].dtype and np.array_equal(one[name], other[name])
       for name in one)
+
+
+# --- The lengths of rows -----------------------------------------------------------------------
+
+
+def places(lengths, rows) -> int:
+  """Tokens and padding of examples, each in the shortest row that holds it."""
+  return int(np.array(rows)[np.searchsorted(rows, lengths)].sum())
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 3))
+def test_no_other_lengths_as_many_leave_less_padding(lengths, batch_size):
+  lengths = np.array(lengths)
+  rows = examples.choose_lengths(lengths, 40, batch_size)
+  top = max(8, -(-lengths.max() // 4) * 4)
+  chosen = [length for length in rows if length <= top]
+  assert rows == tuple(sorted({*chosen, 40})) and chosen[-1] == top
+  others = itertools.combinations(range(8, top, 4), len(chosen) - 1)
+  assert places(lengths, chosen) == min(places(lengths, [*other, top]) for other in others)
+  assert len(chosen) == 1 or len(lengths) / len(chosen) >= 8 * batch_size
+
+
+def test_a_length_that_saves_next_to_nothing_is_not_compiled():
+  lengths = np.array([8] * 500 + [32] * 500 + [64])
+  assert examples.choose_lengths(lengths, 128, 1) == (8, 32, 64, 128)
+  assert examples.choose_lengths(np.array([32] * 1000 + [28]), 128, 1) == (32, 128)
+  assert len(examples.choose_lengths(np.arange(1, 500), 512, 1)) == 6 + 1  # and the longest
+  assert examples.choose_lengths(np.array([], np.int32), 128, 8) == (128,)
 
 
 # --- The plan of an epoch ----------------------------------------------------------------------

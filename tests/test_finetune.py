@@ -63,7 +63,7 @@ def write_rte(path, draw, count, labelled=True):
 
 def settings_of(home, task='rte', **data):
   config = small.shrink(recipe.get_config(f'task={task}'), home / 'encoder', **data)
-  config.seq_lengths = (16,)
+  config.seq_length, config.seq_lengths = 16, ()
   if task == 'rte':
     config.data.path = str(home / 'glue')
   return config
@@ -515,7 +515,7 @@ def test_truncated_json_lines_are_refused(home, tmp_path):
     ({'data.task': 'boolq'}, "no task 'boolq'"),
     ({'data.path': ''}, 'set data.path'),
     ({'mode': 'predcit'}, "mode is 'predcit'"),
-    ({'seq_lengths': (32, 128)}, '128.*64 positions'),
+    ({'seq_length': 128}, '128.*64 positions'),
     ({'optimizer.freeze_layers': 5}, 'freeze_layers is 5.* 2 layers'),
     ({'head.layers': 'first'}, 'weighted_sum'),
     ({'head.dropout': 1.0}, r'head.dropout is 1.0'),

@@ -23,7 +23,7 @@ from configs.finetune import glue
 
 def get_config(text=''):
   config = glue.get_config('task=rte')
-  config.seq_lengths = (16,)
+  config.seq_length, config.seq_lengths = 16, ()
   config.batch_size, config.num_epochs, config.log_every = 8, 5, 10
   config.optimizer.learning_rate = 3e-3
   config.checkpoint.every = 7

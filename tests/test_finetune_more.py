@@ -73,7 +73,7 @@ def choices(home):
   """Configuration and workdir of a run on SWAG."""
   config = small.shrink(swag_recipe.get_config(), home / 'encoder', **{
       name: home / f'{name}.csv' for name in ('train', 'dev', 'test')})
-  config.seq_lengths = (16,)
+  config.seq_length, config.seq_lengths = 16, ()
   assert swag.fine_tune(config, str(home / 'swag')) == 0
   return config, home / 'swag'
 
@@ -117,7 +117,8 @@ def test_b113_a_test_file_without_labels_is_predicted_and_not_scored(home, choic
 
 def test_b113_the_reported_test_file(bugs, choices):
   config, workdir = choices
-  config = small.changed(config, {'data.test': str(bugs / 'swag/test.csv')}, seq_lengths=(64,))
+  config = small.changed(config, {'data.test': str(bugs / 'swag/test.csv')},
+                         seq_length=64, seq_lengths=())
   names, _ = swag_lines(predict(swag, config, workdir)['test.csv'])
   assert [name for name, _ in names] == swag_data.read(bugs / 'swag/test.csv').ids
 
@@ -186,7 +187,7 @@ def tags(home):
   """Configuration and workdir of a run of tagging."""
   config = small.shrink(tagging_recipe.get_config(), home / 'encoder', **{
       name: home / f'{name}.conll' for name in ('train', 'dev', 'test')})
-  config.seq_lengths = (16,)
+  config.seq_length, config.seq_lengths = 16, ()
   config.num_epochs = 2
   assert tagging.fine_tune(config, str(home / 'tags')) == 0
   return config, home / 'tags'

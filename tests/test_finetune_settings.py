@@ -37,7 +37,7 @@ def test_every_recipe_is_whole(name, argument, data):
   assert set(values.data) == {field.name for field in dataclasses.fields(data)}
   optimizer = found.optimizer_settings(1000)
   assert optimizer.bias_correction and (optimizer.num_steps, optimizer.warmup_steps) == (1000, 100)
-  assert found.mode == 'train' and found.max_length == found.seq_lengths[-1]
+  assert found.mode == 'train' and found.seq_lengths == ()
 
 
 def test_recipes_are_the_papers():
@@ -63,7 +63,8 @@ def test_a_wrong_argument_behind_the_file_is_told_the_right_one(argument):
     ('batch_size', '32', "batch_size is '32', of type str"),
     ('accumulate', 3, 'batch_size 32 is not divisible by accumulate 3'),
     ('seq_lengths', (64, 32), 'seq_lengths is .64, 32.; give ascending lengths of at least 8'),
-    ('seq_lengths', (32, 32), 'ascending'), ('seq_lengths', (), 'ascending'),
+    ('seq_lengths', (32, 32), 'ascending'), ('seq_length', 7, 'at least 8'),
+    ('seq_lengths', (32, 64), 'the last of them the seq_length, 128'),
     ('seq_lengths', (4, 32), 'at least 8'), ('seq_lengths', (32.0, 64), 'int is needed'),
     ('warmup_share', 1.0, 'warmup_share is 1.0'), ('warmup_share', -0.1, 'warmup_share'),
     ('seed', -1, 'must not be negative'), ('seeds', (0, -2), 'must not be negative'),
@@ -105,9 +106,9 @@ def test_a_misspelt_key_is_told_the_nearest(section, key, message):
 
 def test_one_number_will_do_where_several_may_be_given():
   """--config.seeds=7 arrives as a number."""
-  values = config().to_dict() | {'seeds': 7, 'learning_rates': 1e-5, 'seq_lengths': 64}
+  values = config().to_dict() | {'seeds': 7, 'learning_rates': 1e-5, 'seq_lengths': 128}
   found = settings.from_config(values, glue.GlueData)
-  assert (found.seeds, found.learning_rates, found.seq_lengths) == ((7,), (1e-5,), (64,))
+  assert (found.seeds, found.learning_rates, found.seq_lengths) == ((7,), (1e-5,), (128,))
 
 
 @pytest.mark.parametrize(('num_steps', 'share', 'warmup'), [
@@ -122,7 +123,8 @@ def test_warm_up_is_a_share_of_the_steps(num_steps, share, warmup):
 
 @pytest.mark.parametrize(('change', 'key'), [
     ({'seed': 1}, 'seed'), ({'batch_size': 16}, 'batch_size'), ({'num_epochs': 4}, 'num_epochs'),
-    ({'seq_lengths': (32, 64)}, 'seq_lengths'), ({'warmup_share': 0.2}, 'warmup_share'),
+    ({'seq_length': 64}, 'seq_length'), ({'warmup_share': 0.2}, 'warmup_share'),
+    ({'seq_lengths': (32, 128)}, 'seq_lengths'),
     ({'optimizer__learning_rate': 1e-5}, 'optimizer.learning_rate'),
     ({'optimizer__freeze': 'encoder'}, 'optimizer.freeze'),
     ({'head__dropout': 0.0}, 'head.dropout'),

@@ -45,7 +45,7 @@ def write(path, draw, count, impossible=0.0, answers=True, longest=20):
 def settings_of(home, version, **data):
   config = small.shrink(recipe.get_config(f'version={version}'), home / 'encoder', **data)
   config.data.update({'doc_stride': 6, 'max_query_length': 8, 'max_answer_length': 3})
-  config.seq_lengths = (24,)
+  config.seq_length, config.seq_lengths = 24, ()
   config.num_epochs = 3
   return config
 

@@ -1,6 +1,7 @@
 """Encoded examples of a fine-tuning task, and the batches of few static shapes they travel in.
 
-    Examples ── plan_epoch(...) ──> groups of examples ── make_batch ──> arrays of few shapes
+    Examples ── choose_lengths ──> lengths of rows ── plan_epoch ──> groups of examples
+             ── make_batch ──> arrays of few shapes
 
 A batch of step s is a pure function of (examples, settings, seed, s): a resume is a seek, every
 process makes the same plan and takes its own rows of it, and no example is left out: what a length
@@ -20,6 +21,10 @@ from bertjax.data import hashing
 from bertjax.data.encoding import Tokenizer
 
 Batch = dict[str, np.ndarray]
+_MULTIPLE, _SHORTEST = 4, 8  # of lengths that are chosen
+_MOST_LENGTHS = 6
+_LEAST_GAIN = 0.02  # of the places, by one more length
+_BATCHES_OF_A_LENGTH = 8  # in an epoch, on average: fewer are not worth a compilation
 _ORDER, _TURN = 80, 81  # purposes of the draws: order of the examples, turn of the batches
 
 
@@ -99,6 +104,44 @@ def join(
     types = np.repeat(np.array([0, 1], np.int32), [len(first) + 2, len(second) + 1])
   ids = np.concatenate(ids).astype(np.int32)
   return {'input_ids': ids, 'token_type_ids': types, 'attention_mask': np.ones_like(ids)}
+
+
+def choose_lengths(
+    lengths: Int[np.ndarray, 'N'], longest: int, batch_size: int
+) -> tuple[int, ...]:
+  """The few lengths of rows that leave the least padding.
+
+  Each length is compiled, so one more is taken only while it saves a share of the places and while
+  there are batches enough for it.
+
+  Args:
+    lengths: tokens of each example, at most `longest`.
+    longest: the last of the lengths, whether or not an example needs it: what is judged or
+      predicted later is cut to it.
+    batch_size: examples of a batch.
+
+  Returns:
+    Ascending lengths, the last of them `longest`.
+  """
+  if not len(lengths):
+    return (longest,)
+  rounded = np.clip(-(-lengths // _MULTIPLE) * _MULTIPLE, _SHORTEST, longest)
+  ends, counts = np.unique(rounded, return_counts=True)
+  until = np.cumsum(counts)
+  # places[j]: of the examples up to ends[j], with the lengths so far; froms: the length before it.
+  between = np.where(np.tri(len(ends), k=-1, dtype=bool), until[:, None] - until, np.inf)
+  places, froms = until * ends, []
+  for _ in range(min(_MOST_LENGTHS, len(lengths) // (batch_size * _BATCHES_OF_A_LENGTH)) - 1):
+    added = places + between * ends[:, None]
+    fewer = np.minimum(added.min(1), places)
+    if fewer[-1] > (1 - _LEAST_GAIN) * places[-1]:
+      break
+    froms.append(added.argmin(1))
+    places = fewer
+  chosen = [len(ends) - 1]
+  for last in reversed(froms):
+    chosen.append(int(last[chosen[-1]]))
+  return tuple(sorted({*(int(ends[number]) for number in chosen), longest}))
 
 
 def plan_epoch(

@@ -76,7 +76,7 @@ def _load_glue(settings: Settings, origin: Origin) -> Task:
   data, mode = settings.data, settings.mode
   spec = glue_tasks.find_task(data.task)
   stored = _known_labels(origin, spec.kind, spec.labels, mode)
-  encode = lambda rows: rows_lib.encode(rows, origin.tokenizer, settings.max_length)
+  encode = lambda rows: rows_lib.encode(rows, origin.tokenizer, settings.seq_length)
 
   def split(name: str, path: str) -> tuple[Split, Rows]:
     rows = glue.read(data.task, path, name, data.strict)
@@ -124,7 +124,7 @@ def _load_custom(settings: Settings, origin: Origin) -> Task:
   else:  # the names are those of the model
     need_kind(origin, spec.kind)
     spec = dataclasses.replace(spec, labels=tuple(origin.head.get('labels', ())))
-  encode = lambda rows: rows_lib.encode(rows, origin.tokenizer, settings.max_length)
+  encode = lambda rows: rows_lib.encode(rows, origin.tokenizer, settings.seq_length)
 
   def split(name: str, path: str) -> tuple[Split, Rows]:
     rows = custom.read(spec, path, name, data.strict)

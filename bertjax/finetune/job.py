@@ -94,12 +94,24 @@ def bert_config(settings: Settings, origin: Origin, mesh: jax.sharding.Mesh) -> 
       raise ConfigError(f'model.{name} is {value}, but {stored.get(name)} in {origin.path}; only '
                         f'{", ".join(free)} may be changed')
   config = config_lib.build(BertConfig, stored | dict(settings.model), 'model')
-  if settings.max_length > config.max_position_embeddings:
-    raise ConfigError(f'seq_lengths goes up to {settings.max_length}, but the model has '
+  if settings.seq_length > config.max_position_embeddings:
+    raise ConfigError(f'seq_length is {settings.seq_length}, but the model has '
                       f'{config.max_position_embeddings} positions')
   chosen = attention.choose(config, mesh.devices.flat[0].platform, *settings.seq_lengths,
                             model_ways=mesh.shape['model'])
   return dataclasses.replace(config, attention=chosen)
+
+
+def with_lengths(settings: Settings, *parts: examples_lib.Examples) -> Settings:
+  """The settings with lengths of rows: their own, or those that suit the examples.
+
+  All that is trained on and judged counts, as each pads the rows of its own.
+  """
+  if settings.seq_lengths:
+    return settings
+  lengths = np.concatenate([part.lengths for part in parts])
+  return dataclasses.replace(settings, seq_lengths=examples_lib.choose_lengths(
+      lengths, settings.seq_length, settings.batch_size))
 
 
 def open_mesh(settings: Settings, origin: Origin, head: heads.HeadConfig) -> jax.sharding.Mesh:
@@ -120,6 +132,7 @@ def open_mesh(settings: Settings, origin: Origin, head: heads.HeadConfig) -> jax
 
 def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> Job:
   """What the loop needs to know of this fine-tuning."""
+  settings = with_lengths(settings, task.train, *(split.examples for split in task.splits))
   head = heads.HeadConfig(task.kind, task.num_outputs, **dataclasses.asdict(settings.head))
   mesh = open_mesh(settings, origin, head)
   _check_batch(settings, mesh)

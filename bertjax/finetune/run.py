@@ -24,6 +24,7 @@ from bertjax.finetune.job import (
   open_origin,
   predictors,
   same_head,
+  with_lengths,
 )
 from bertjax.finetune.settings import Settings
 from bertjax.finetune.task import Split, Task
@@ -60,8 +61,8 @@ def _in_words(head: Mapping[str, Any]) -> str:
 
 def _tell_differences(settings: Settings, origin: Origin, task: Task) -> None:
   """Names what the model was trained with otherwise: its scores may be others than in training."""
-  now = task.facts | {'seq_lengths': list(settings.seq_lengths)}
-  then = {**origin.head, 'seq_lengths': origin.metadata['config'].get('seq_lengths')}
+  now = task.facts | {'seq_length': settings.seq_length}
+  then = {**origin.head, 'seq_length': origin.metadata['config'].get('seq_length')}
   for name, value in now.items():
     if then.get(name) not in (None, value):
       logging.warning('The model was trained with %s %s; it is now %s', name, then[name], value)
@@ -79,6 +80,7 @@ def _apply(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) 
   if not task.splits:
     raise ConfigError('no data: set data.path, or data.dev to evaluate (mode=eval), data.test to '
                       'predict (mode=predict)')
+  settings = with_lengths(settings, *(split.examples for split in task.splits))
   head = heads.HeadConfig(**origin.head['config']) if 'config' in origin.head else (
       heads.HeadConfig(task.kind, task.num_outputs))
   mesh = open_mesh(settings, origin, head)

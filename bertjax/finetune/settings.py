@@ -9,6 +9,7 @@ import ml_collections
 
 from bertjax import config as config_lib
 from bertjax.config import ConfigError
+from bertjax.data import bucketing
 from bertjax.optim import OptimizerSettings
 from bertjax.sharding import MeshSettings
 
@@ -69,7 +70,9 @@ class Settings:
     batch_size: examples of a global batch.
     accumulate: parts into which a batch is cut to save memory.
     num_epochs: passes over the training data.
-    seq_lengths: the lengths of rows, ascending; examples are cut to the last one.
+    seq_length: examples are cut to so many tokens.
+    seq_lengths: the lengths of rows, ascending to seq_length; () chooses a few that leave the least
+      padding (examples.choose_lengths).
     warmup_share: of all steps.
     model: what to change in the checkpoint's model: dropout rates and speed settings.
   """
@@ -84,7 +87,8 @@ class Settings:
   batch_size: int = 32
   accumulate: int = 1
   num_epochs: int = 3
-  seq_lengths: tuple[int, ...] = (32, 64, 128)
+  seq_length: int = 128
+  seq_lengths: tuple[int, ...] = ()
   warmup_share: float = 0.1
   log_every: int = 50
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -106,9 +110,13 @@ class Settings:
       values = getattr(self, name)
       if len(set(values)) < len(values):
         raise ConfigError(f'{name} is {values}; name each once')
-    lengths = self.seq_lengths
-    if not lengths or any(n < 8 for n in lengths) or list(lengths) != sorted(set(lengths)):
-      raise ConfigError(f'seq_lengths is {lengths}; give ascending lengths of at least 8')
+    if self.seq_length < 8:
+      raise ConfigError(f'seq_length is {self.seq_length}; it must be at least 8')
+    if self.seq_lengths:
+      try:
+        bucketing.check(self.seq_lengths, self.seq_length)
+      except ValueError as error:
+        raise ConfigError(str(error)) from None
     if self.batch_size % self.accumulate:
       raise ConfigError(f'batch_size {self.batch_size} is not divisible by accumulate '
                         f'{self.accumulate}')
@@ -119,10 +127,6 @@ class Settings:
         raise ConfigError(f'evaluate.{name} must not be negative')
     if self.checkpoint.every < 0 or self.checkpoint.keep_last < 1:
       raise ConfigError('checkpoint.every must not be negative, checkpoint.keep_last at least 1')
-
-  @property
-  def max_length(self) -> int:
-    return self.seq_lengths[-1]
 
   def optimizer_settings(self, num_steps: int) -> OptimizerSettings:
     """The optimizer with a schedule of `num_steps`."""

@@ -66,7 +66,7 @@ def load(settings: Settings, origin: Origin) -> Task:
 
   def windows(questions, training):
     return squad_windows.windows(
-        questions, origin.tokenizer, settings.max_length, data.doc_stride, data.max_query_length,
+        questions, origin.tokenizer, settings.seq_length, data.doc_stride, data.max_query_length,
         training)
 
   def split(name: str, path: str) -> tuple[Split, tuple[squad.Question, ...]]:
@@ -94,7 +94,7 @@ def load(settings: Settings, origin: Origin) -> Task:
     train = windows(questions[:data.max_train_questions or None], True).examples
   if found and found[0][0].scores is not None and mode != 'predict':
     baseline = _baseline(found[0][1], data.version)
-  facts = {'version': data.version, 'max_length': settings.max_length,
+  facts = {'version': data.version, 'max_length': settings.seq_length,
            **{name: getattr(data, name) for name in (
                'doc_stride', 'max_query_length', 'n_best_size', 'max_answer_length')}}
   learned = lambda scores: (

@@ -40,7 +40,7 @@ def load(settings: Settings, origin: Origin) -> Task:
       return [folder / file]
 
     score = None if rows.labels is None else lambda outputs: swag.scores(outputs, rows.labels)
-    return Split(name, swag.encode(rows, origin.tokenizer, settings.max_length), score, write)
+    return Split(name, swag.encode(rows, origin.tokenizer, settings.seq_length), score, write)
 
   asked = asked_file(data, mode)
   splits = (split(*asked),) if asked else ()
@@ -51,7 +51,7 @@ def load(settings: Settings, origin: Origin) -> Task:
     rows = swag.read(data.train)
     if rows.labels is None:
       raise swag.SwagError(f'{data.train}: no labels to learn from; name the training file')
-    train = swag.encode(rows, origin.tokenizer, settings.max_length)
+    train = swag.encode(rows, origin.tokenizer, settings.seq_length)
   guessing = {'accuracy': 1 / swag.NUM_CHOICES}
   return Task('swag', 'choice', (), 'accuracy', train, splits, guessing)
 

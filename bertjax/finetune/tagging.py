@@ -48,7 +48,7 @@ def load(settings: Settings, origin: Origin) -> Task:
   read = lambda path, scheme=data.scheme: tagging.read(
       path, scheme=scheme, token_column=data.token_column, tag_column=tag_column)
   encode = lambda sentences, labels, training=False: tagging.encode(
-      sentences, origin.tokenizer, labels, settings.max_length, data.stride or None, training)
+      sentences, origin.tokenizer, labels, settings.seq_length, data.stride or None, training)
   train, scheme = None, data.scheme
   if mode == 'train':
     if not data.train:

@@ -19,7 +19,7 @@ def get_config(text: str = '') -> ConfigDict:
   version = int(common.argument(text, 'version', '1'))
   config.num_epochs = 3 if version == 1 else 2
   config.batch_size = 32 if version == 1 else 48
-  config.seq_lengths = (192, 384)
+  config.seq_length = 384
   config.optimizer.learning_rate = 5e-5
   config.data = ConfigDict({
       'version': version,

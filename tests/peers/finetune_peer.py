@@ -30,7 +30,7 @@ from bertjax.evals import entity_scores, scores, squad_scores
 SHARED = pathlib.Path(os.environ.get('BERTJAX_SHARED', '../shared')) / 'data'
 IGNORED = -100
 NOT_TIMED = 5  # first steps
-STRIDE, N_BEST, LONGEST_ANSWER = 48, 20, 30  # run_qa's; its stride is the overlap of two windows
+STRIDE, N_BEST, LONGEST_ANSWER = 128, 20, 30  # run_qa's; its stride is the overlap of two windows
 
 Example = dict[str, Any]
 Outputs = list[np.ndarray]  # of each example, cut to its own length
