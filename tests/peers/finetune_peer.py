@@ -239,8 +239,10 @@ def make_optimizer(model, args, num_steps):
   optimizer = torch.optim.AdamW(  # fused: the Trainer's default, and the fastest
       [{'params': decayed, 'weight_decay': 0.01}, {'params': plain, 'weight_decay': 0.0}],
       lr=args.lr, betas=(0.9, 0.999), eps=1e-6, fused=True)
-  schedule = transformers.get_linear_schedule_with_warmup(
-      optimizer, round(0.1 * num_steps), num_steps)
+  # Google's, as ours: the decay counts from step 0 (Transformers' counts from the end of warm-up).
+  warmup = round(0.1 * num_steps)
+  schedule = torch.optim.lr_scheduler.LambdaLR(
+      optimizer, lambda step: step / warmup if step < warmup else 1 - step / num_steps)
   return optimizer, schedule
 
 
