@@ -179,12 +179,22 @@ class _FineTuned(nnx.Module):
     return dropout(x, self.head.dropout, None if dropout_keys is None else fold(dropout_keys, 2))
 
 
+def _outputs(config: BertConfig, num_outputs: int, rngs: nnx.Rngs) -> Dense:
+  """The layer of a task, drawn as Transformers draws it: from the whole normal distribution.
+
+  The encoder's truncated draw (Google's) is 12% narrower, and a short run feels it: MiniLM tagging
+  WNUT17 has 10 to 20% more loss at step 50.
+  """
+  return Dense(config, config.hidden_size, num_outputs, rngs,
+               nnx.initializers.normal(config.initializer_range))
+
+
 class BertForSequenceClassification(_FineTuned):
   """One vector of logits for a row, from the pooled [CLS] (paper, section 4.1)."""
 
   def __init__(self, config: BertConfig, head: HeadConfig, rngs: nnx.Rngs):
     super().__init__(config, head, rngs)
-    self.classifier = Dense(config, config.hidden_size, head.num_outputs, rngs)
+    self.classifier = _outputs(config, head.num_outputs, rngs)
 
   def __call__(
       self,
@@ -227,7 +237,7 @@ class BertForTokenClassification(_FineTuned):
 
   def __init__(self, config: BertConfig, head: HeadConfig, rngs: nnx.Rngs):
     super().__init__(config, head, rngs)
-    self.classifier = Dense(config, config.hidden_size, head.num_outputs, rngs)
+    self.classifier = _outputs(config, head.num_outputs, rngs)
 
   def __call__(
       self,
@@ -248,7 +258,7 @@ class BertForQuestionAnswering(_FineTuned):
 
   def __init__(self, config: BertConfig, head: HeadConfig, rngs: nnx.Rngs):
     super().__init__(config, head, rngs)
-    self.qa_outputs = Dense(config, config.hidden_size, 2, rngs)
+    self.qa_outputs = _outputs(config, 2, rngs)
 
   def __call__(
       self,

@@ -107,8 +107,11 @@ def _normal(config: BertConfig):
 class Dense(nnx.Module):
   """x @ kernel + bias in the type of `x`; the parameters stay float32."""
 
-  def __init__(self, config: BertConfig, inputs: int, outputs: int, rngs: nnx.Rngs):
-    self.kernel = nnx.Param(_normal(config)(rngs.params(), (inputs, outputs), jnp.float32))
+  def __init__(
+      self, config: BertConfig, inputs: int, outputs: int, rngs: nnx.Rngs, initializer=None
+  ):
+    draw = initializer or _normal(config)
+    self.kernel = nnx.Param(draw(rngs.params(), (inputs, outputs), jnp.float32))
     self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32))
 
   def __call__(self, x: Float[Array, '*rows I']) -> Float[Array, '*rows O']:
