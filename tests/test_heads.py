@@ -218,6 +218,16 @@ def keys_of(rows, seed=0):
   return dropout.row_keys(seed, jnp.int32(3), rows)
 
 
+@pytest.mark.parametrize('kind', ['classification', 'tagging'])
+def test_the_layer_of_a_task_is_drawn_from_the_whole_normal_distribution(kind):
+  params = state.init_params(build_of(TINY, kind, 1000), 0)
+  kernel = np.asarray(params['classifier']['kernel'])
+  assert abs(kernel.std() / TINY.initializer_range - 1) < 0.03
+  assert abs(kernel).max() > 3 * TINY.initializer_range
+  encoder = np.asarray(params['bert']['embeddings']['word_embeddings']['embedding'])
+  assert abs(encoder).max() <= 2 * TINY.initializer_range  # as Google's
+
+
 @pytest.mark.parametrize('kind', ['classification', 'choice', 'tagging'])
 def test_the_head_drops_in_training_only(kind):
   graphdef, params = tiny(kind, dropout=0.5)
