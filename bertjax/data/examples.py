@@ -23,8 +23,7 @@ from bertjax.data.encoding import Tokenizer
 Batch = dict[str, np.ndarray]
 _MULTIPLE, _SHORTEST = 4, 8  # of lengths that are chosen
 _MOST_LENGTHS = 6
-_LEAST_GAIN = 0.02  # of the places, by one more length
-_BATCHES_OF_A_LENGTH = 8  # in an epoch, on average: fewer are not worth a compilation
+_LEAST_SAVED = 8  # steps of the run, by one more length: about what its compilation takes
 _ORDER, _TURN = 80, 81  # purposes of the draws: order of the examples, turn of the batches
 
 
@@ -107,18 +106,17 @@ def join(
 
 
 def choose_lengths(
-    lengths: Int[np.ndarray, 'N'], longest: int, batch_size: int
+    lengths: Int[np.ndarray, 'N'], longest: int, num_batches: int
 ) -> tuple[int, ...]:
   """The few lengths of rows that leave the least padding.
 
-  Each length is compiled, so one more is taken only while it saves a share of the places and while
-  there are batches enough for it.
+  Each length is compiled: one more is taken only while it saves more than that.
 
   Args:
     lengths: tokens of each example, at most `longest`.
     longest: the last of the lengths, whether or not an example needs it: what is judged or
       predicted later is cut to it.
-    batch_size: examples of a batch.
+    num_batches: of the whole run.
 
   Returns:
     Ascending lengths, the last of them `longest`.
@@ -131,10 +129,10 @@ def choose_lengths(
   # places[j]: of the examples up to ends[j], with the lengths so far; froms: the length before it.
   between = np.where(np.tri(len(ends), k=-1, dtype=bool), until[:, None] - until, np.inf)
   places, froms = until * ends, []
-  for _ in range(min(_MOST_LENGTHS, len(lengths) // (batch_size * _BATCHES_OF_A_LENGTH)) - 1):
+  for _ in range(_MOST_LENGTHS - 1):
     added = places + between * ends[:, None]
     fewer = np.minimum(added.min(1), places)
-    if fewer[-1] > (1 - _LEAST_GAIN) * places[-1]:
+    if (1 - fewer[-1] / places[-1]) * num_batches < _LEAST_SAVED:
       break
     froms.append(added.argmin(1))
     places = fewer

@@ -6,7 +6,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -102,16 +102,16 @@ def bert_config(settings: Settings, origin: Origin, mesh: jax.sharding.Mesh) -> 
   return dataclasses.replace(config, attention=chosen)
 
 
-def with_lengths(settings: Settings, *parts: examples_lib.Examples) -> Settings:
-  """The settings with lengths of rows: their own, or those that suit the examples.
-
-  All that is trained on and judged counts, as each pads the rows of its own.
-  """
+def with_lengths(
+    settings: Settings, parts: Sequence[examples_lib.Examples], num_epochs: int
+) -> Settings:
+  """The settings with lengths of rows: their own, or those that suit all these examples."""
   if settings.seq_lengths:
     return settings
   lengths = np.concatenate([part.lengths for part in parts])
+  num_batches = num_epochs * len(lengths) // settings.batch_size
   return dataclasses.replace(settings, seq_lengths=examples_lib.choose_lengths(
-      lengths, settings.seq_length, settings.batch_size))
+      lengths, settings.seq_length, num_batches))
 
 
 def open_mesh(settings: Settings, origin: Origin, head: heads.HeadConfig) -> jax.sharding.Mesh:
@@ -132,7 +132,8 @@ def open_mesh(settings: Settings, origin: Origin, head: heads.HeadConfig) -> jax
 
 def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> Job:
   """What the loop needs to know of this fine-tuning."""
-  settings = with_lengths(settings, task.train, *(split.examples for split in task.splits))
+  parts = [task.train, *(split.examples for split in task.splits)]
+  settings = with_lengths(settings, parts, settings.num_epochs)
   head = heads.HeadConfig(task.kind, task.num_outputs, **dataclasses.asdict(settings.head))
   mesh = open_mesh(settings, origin, head)
   _check_batch(settings, mesh)

@@ -80,7 +80,7 @@ def _apply(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) 
   if not task.splits:
     raise ConfigError('no data: set data.path, or data.dev to evaluate (mode=eval), data.test to '
                       'predict (mode=predict)')
-  settings = with_lengths(settings, *(split.examples for split in task.splits))
+  settings = with_lengths(settings, [split.examples for split in task.splits], 1)
   head = heads.HeadConfig(**origin.head['config']) if 'config' in origin.head else (
       heads.HeadConfig(task.kind, task.num_outputs))
   mesh = open_mesh(settings, origin, head)
