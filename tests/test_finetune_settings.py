@@ -4,10 +4,12 @@ import dataclasses
 import importlib
 import json
 
+import numpy as np
 import pytest
 
 from bertjax.config import ConfigError
-from bertjax.finetune import glue, settings, squad, swag, tagging
+from bertjax.data import examples
+from bertjax.finetune import glue, job, settings, squad, swag, tagging
 
 RECIPES = [('glue', 'task=rte', glue.GlueData), ('glue', 'task=custom', glue.GlueData),
            ('squad', 'version=1', squad.SquadData), ('squad', 'version=2', squad.SquadData),
@@ -109,6 +111,16 @@ def test_one_number_will_do_where_several_may_be_given():
   values = config().to_dict() | {'seeds': 7, 'learning_rates': 1e-5, 'seq_lengths': 128}
   found = settings.from_config(values, glue.GlueData)
   assert (found.seeds, found.learning_rates, found.seq_lengths) == ((7,), (1e-5,), (128,))
+
+
+@pytest.mark.parametrize(('changes', 'num_epochs', 'chosen'), [
+    ({}, 1, (8, 32, 128)),  # 31 batches, of which a second length saves 3/8
+    ({'batch_size': 64}, 1, (32, 128)), ({'batch_size': 64}, 2, (8, 32, 128)),
+    ({'seq_lengths': (64, 128)}, 1, (64, 128))])
+def test_lengths_of_rows_suit_all_examples_of_the_run_unless_given(changes, num_epochs, chosen):
+  parts = [examples.Examples({'input_ids': [np.zeros(length, np.int32)] * 500}, {})
+           for length in (8, 32)]
+  assert job.with_lengths(read(**changes), parts, num_epochs).seq_lengths == chosen
 
 
 @pytest.mark.parametrize(('num_steps', 'share', 'warmup'), [
