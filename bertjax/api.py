@@ -144,6 +144,8 @@ class Model:
 
   def outputs(self, examples: Examples, batch_size: int) -> Float32[np.ndarray, 'N ...']:
     """What the head computes for each example, in float32; see evals.predictions."""
+    if self.config.type_vocab_size < 2 and examples.has_pairs:
+      raise InputError('this model knows one segment only and takes no pairs; join the two texts')
     lengths = self.metadata['config'].get('seq_lengths') or [
         length for length in (32, 64, 128, 256) if length < self.max_length] + [self.max_length]
     mesh = sharding.make_mesh(sharding.MeshSettings(), jax.local_devices()[:1])

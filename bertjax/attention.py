@@ -160,6 +160,11 @@ def _splash_kernel(num_heads: int, length: int, interpret: bool):
 # --- The choice ----------------------------------------------------------------------------------
 
 
+def row_multiple(implementation: str) -> int:
+  """What divides the length of the rows that an implementation takes ('auto' takes any)."""
+  return {'cudnn': 2, 'splash': _SPLASH_BLOCKS[-1]}.get(implementation, 1)
+
+
 def choose(config, platform: str, *seq_lengths: int, model_ways: int = 1) -> str:
   """The implementation for a run: as the configuration says, or the best that can do it.
 
@@ -213,10 +218,10 @@ def refusal(
   width = config.hidden_size // config.num_attention_heads
   if width % 8 or width > 128:
     return f'heads are {width} wide; it takes multiples of 8 up to 128'
-  wanted, step = (('bfloat16', 'float16'), 2) if implementation == 'cudnn' else (
-      ('bfloat16', 'float32'), _SPLASH_BLOCKS[-1])
+  wanted = ('bfloat16', 'float16' if implementation == 'cudnn' else 'float32')
   if config.dtype not in wanted:
     return f'model.dtype is {config.dtype}; it computes in {" or ".join(wanted)}'
+  step = row_multiple(implementation)
   odd = [length for length in seq_lengths if length % step]
   if odd:
     return f'rows of {odd[0]} tokens; it takes multiples of {step}'

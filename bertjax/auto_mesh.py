@@ -34,7 +34,6 @@ class Situation:
     heads: of the attention; the model axis divides them.
     memory: bytes of a device; 0 where it is not known.
     slices: groups of devices with a fast network of their own.
-    processes: each feeds its own rows.
   """
 
   devices: int
@@ -43,7 +42,6 @@ class Situation:
   heads: int
   memory: int = 0
   slices: int = 1
-  processes: int = 1
 
 
 def choose_mesh(here: Situation) -> tuple[MeshSettings, str]:
@@ -67,12 +65,12 @@ def _row_ways(here: Situation) -> int:
   possible = [
       ways for ways in _divisors(here.devices)
       if all(rows % ways == 0 for rows in here.rows) and ways % here.slices == 0
-      and ways % here.processes == 0 and here.heads % (here.devices // ways) == 0]
+      and here.heads % (here.devices // ways) == 0]
   if not possible:
     raise MeshError(
         f'mesh.auto: {min(here.rows)} rows at a time cannot be spread over {here.devices} devices '
-        f'in {here.slices} slice(s) and {here.processes} process(es); take a batch_size / '
-        f'accumulate of {here.devices}, or fewer devices')
+        f'in {here.slices} slice(s); take a batch_size / accumulate of {here.devices}, or fewer '
+        'devices')
   return possible[-1]
 
 
@@ -122,7 +120,7 @@ def resolve(
       devices=len(devices), rows=rows, heads=heads, memory=_common_memory(),
       state_bytes=sum(leaf.size * leaf.dtype.itemsize
                       for leaf in jax.tree.leaves((params, moments))),
-      slices=sharding.count_slices(devices), processes=jax.process_count()))
+      slices=sharding.count_slices(devices)))
   if jax.process_index() == 0:
     logging.info('mesh.auto: data %d, fsdp %d, model %d: %s',
                  chosen.data, chosen.fsdp, chosen.model, why)

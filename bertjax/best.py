@@ -8,11 +8,12 @@ import jax
 from absl import logging
 from etils import epath
 
-from bertjax import checkpoint, state, step_folder
+from bertjax import checkpoint, hosts, state, step_folder
 from bertjax.data.encoding import write_files
 from bertjax.job import Scores
 
 FOLDER = 'best'
+RESULTS = 'results.json'  # of all runs of a workdir, by finetune.sweep
 _OVER = 'over.json'  # in FOLDER: the step at which the patience had run out
 
 
@@ -24,7 +25,28 @@ def is_better(metric: str, score: float | None, than: float | None) -> bool:
 
 
 def find(workdir: epath.PathLike) -> epath.Path | None:
-  """Where the best model is; None if none was kept, or a kill cut its first save short."""
+  """Where the best model is: this run's, or where several runs are, that of the best of them."""
+  folder = step_folder.absolute(workdir)
+  if (folder / step_folder.FOLDER).exists() or (folder / FOLDER).exists():
+    return _kept(folder)
+  swept = best_run(folder)
+  return find(swept) if swept else None
+
+
+def best_run(workdir: epath.Path) -> epath.Path | None:
+  """The folder of the best run of a sweep, by its results.json; None where there was no sweep."""
+  if not (workdir / RESULTS).exists():
+    return None
+  results = json.loads((workdir / RESULTS).read_text(encoding='utf-8'))
+  judged = [one for one in results if one.get('folder') and one.get('score') is not None]
+  if not judged:
+    return None
+  sign = -1 if judged[0]['metric'].endswith('loss') else 1
+  return workdir / max(judged, key=lambda one: sign * one['score'])['folder']
+
+
+def _kept(workdir: epath.PathLike) -> epath.Path | None:
+  """Where this run's best model is; None if none was kept, or a kill cut its first save short."""
   folder = step_folder.absolute(workdir) / FOLDER
   if not folder.exists():
     return None
@@ -36,8 +58,8 @@ def find(workdir: epath.PathLike) -> epath.Path | None:
 
 
 def read(workdir: epath.PathLike) -> dict[str, Any] | None:
-  """The metadata of the best model, None if there is none."""
-  folder = find(workdir)
+  """The metadata of this run's best model, None if there is none."""
+  folder = _kept(workdir)
   return checkpoint.read_metadata(folder) if folder else None
 
 
@@ -74,18 +96,20 @@ class Keeper:
 
   def judge(self, step: int, params: state.Params, scores: Scores) -> bool:
     """Keeps the model if it is better than all before; True if training may end."""
-    stored = read(self.workdir)
+    # All processes save together or none does: they go by what process 0 finds.
+    stored = read(self.workdir) if jax.process_index() == 0 else None
     # A score of a later step was kept by a run that was killed: this step has been there as well.
-    if stored is None or (stored['step'] < step and is_better(
-        self.metric, scores[self.metric], stored['scores'][self.metric])):
+    if hosts.agreed(stored is None or (stored['step'] < step and is_better(
+        self.metric, scores[self.metric], stored['scores'][self.metric]))):
       head = self.metadata['head'] | self.learned(scores)
       checkpoint.save_params(
           self.workdir / FOLDER, step, params,
           self.metadata | {'scores': scores, 'metric': self.metric, 'head': head}, self.tokenizer)
       return False
-    over = bool(self.patience) and step - stored['step'] >= self.patience * self.every
+    last = hosts.agreed(stored['step'] if stored else 0)
+    over = bool(self.patience) and step - last >= self.patience * self.every
     if over:
-      logging.info('%s was last better at step %d', self.metric, stored['step'])
+      logging.info('%s was last better at step %d', self.metric, last)
       if jax.process_index() == 0:
         write_files(self.workdir / FOLDER, {_OVER: json.dumps({'step': step}).encode()})
     return over
@@ -96,4 +120,6 @@ class Keeper:
     The steps since the best one do not say so: a signal may have cut the evaluation short.
     """
     file = self.workdir / FOLDER / _OVER
-    return file.exists() and json.loads(file.read_text(encoding='utf-8'))['step'] == step
+    return bool(hosts.agreed(
+        jax.process_index() == 0 and file.exists()
+        and json.loads(file.read_text(encoding='utf-8'))['step'] == step))

@@ -21,7 +21,7 @@ from absl import logging
 from etils import epath
 
 import bertjax
-from bertjax import step_folder
+from bertjax import hosts, step_folder
 from bertjax.step_folder import CheckpointError, find, read_metadata, tokenizer_folder
 
 __all__ = ['CheckpointError', 'Checkpoints', 'find', 'leaves', 'parameter_hash', 'read_metadata',
@@ -190,7 +190,7 @@ def save_params(workdir: epath.PathLike, step: int, params: Any, metadata: dict[
     for other, path in step_folder.steps(root).items():
       if other != step:
         _remove(path)
-  _agreed(step)  # no process may look for the newest before the others are gone
+  hosts.agreed(step)  # no process may look for the newest before the others are gone
   return folder
 
 
@@ -228,7 +228,7 @@ def _failure(folder: epath.Path, error: BaseException) -> CheckpointError:
   if jax.process_index() == 0:
     try:
       _remove_temporary(folder.parent, f'{folder.name}.')
-    except OSError as other:  # a writer may still be at it; must not hide what went wrong first
+    except Exception as other:  # a writer may still be at it; must not hide what went wrong first
       logging.warning('Could not remove what is left of the save of %s: %s', folder, other)
   full = 'No space left' in str(error) or getattr(error, 'errno', None) == errno.ENOSPC
   whole = [step for step, path in step_folder.steps(folder.parent).items()
@@ -236,14 +236,6 @@ def _failure(folder: epath.Path, error: BaseException) -> CheckpointError:
   return CheckpointError(
       f'Saving {folder} failed{": no space left on the disk" if full else ""} '
       f'({_in_a_line(error)}). Complete checkpoints there: {whole or "none"}.')
-
-
-def _agreed(value: int) -> int:
-  """Process 0's value on every process: only one looks at the disk while it is being changed."""
-  if jax.process_count() == 1:
-    return value
-  from jax.experimental import multihost_utils
-  return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 class Checkpoints:
@@ -332,7 +324,7 @@ class Checkpoints:
         if self._passed_over.get(step) != reason:  # `restore` looks again
           logging.warning('Passed over %s: %s', folder, reason)
         self._passed_over[step] = reason
-    newest = _agreed(newest)
+    newest = hosts.agreed(newest)
     return None if newest < 0 else newest
 
   def save(self, step: int, state: Any, position: dict[str, Any], force: bool = False) -> bool:
@@ -359,7 +351,7 @@ class Checkpoints:
       self.root.parent.mkdir(parents=True, exist_ok=True)
       self._keep_others_out()
     folder = self.root / str(step)
-    if _agreed(folder.is_dir() and step not in self._unreadable
+    if hosts.agreed(folder.is_dir() and step not in self._unreadable
                and step_folder.damage(folder) is None):
       raise CheckpointError(f'{folder} is a complete checkpoint that this run neither saved nor '
                             'resumed from. Resume from it, or move it away.')
@@ -452,5 +444,5 @@ class Checkpoints:
         continue
       try:
         _remove(folder)
-      except OSError as error:
+      except Exception as error:  # gs:// raises TensorFlow's kinds; the new one is safe
         logging.warning('Could not remove %s: %s', folder, error)

@@ -40,12 +40,15 @@ def build(cls, values: Mapping[str, Any], section: str):
   """`cls(**values)` with errors that name the key as the user writes it."""
   prefix = f'{section}.' if section else ''
   fields = {field.name: field for field in dataclasses.fields(cls)}
+  values = dict(values)
   for key, value in values.items():
     if key not in fields:
       near = difflib.get_close_matches(key, fields, 1)
       known = f'did you mean {prefix}{near[0]}?' if near else f'known: {", ".join(sorted(fields))}'
       raise ConfigError(f'unknown key {prefix}{key}; {known}')
     wanted = fields[key].type
+    if _item(wanted) is str and isinstance(value, tuple):
+      values[key] = value = tuple(map(_text, value))
     if not _fits(value, wanted):
       name = f'({_item(wanted).__name__}, ...)' if _item(wanted) else wanted.__name__
       raise ConfigError(f'{prefix}{key} is {value!r}, of type {type(value).__name__}; '
@@ -67,6 +70,11 @@ def build(cls, values: Mapping[str, Any], section: str):
 def _item(wanted) -> type | None:
   """What a tuple[X, ...] holds."""
   return get_args(wanted)[0] if get_origin(wanted) is tuple else None
+
+
+def _text(value):
+  """A number as the text that was typed: 1,2,3 on a command line arrives as numbers."""
+  return str(value) if isinstance(value, int | float) else value
 
 
 def _fits(value, wanted) -> bool:

@@ -16,8 +16,8 @@ from etils import epath
 
 from bertjax.roll_call import HostError, RollCall
 
-__all__ = ['HostError', 'PLATFORMS', 'announce', 'check_workdir', 'leave', 'let_the_cause_be_told',
-           'request_platform', 'start']
+__all__ = ['HostError', 'PLATFORMS', 'agreed', 'announce', 'check_workdir', 'leave',
+           'let_the_cause_be_told', 'request_platform', 'start']
 
 # JAX's own net, for a process that hangs: the roll call sees at once when one is gone.
 _HEARTBEAT_SECONDS = 50
@@ -96,13 +96,22 @@ def _found_out(address, count, number, timeout: int):
   try:
     found = ClusterEnv.auto_detect_unset_distributed_params(
         address, count, number, None, None, timeout)
-  except RuntimeError as error:  # a metadata server or a Kubernetes API that does not answer
+  except (RuntimeError, OSError) as error:  # a metadata server or a Kubernetes API is silent
     raise HostError(f'--distributed: {error}') from error
   if None in found[:3]:
     raise HostError(
         '--distributed, but this is no Cloud TPU, Slurm or GKE job: give --coordinator_address, '
         '--num_processes and --process_id, or leave --distributed out to train in one process')
   return found
+
+
+def agreed(value: int) -> int:
+  """Process 0's value on every process: only one looks at what the run itself is changing."""
+  if jax.process_count() == 1:
+    return value
+  from jax.experimental import multihost_utils
+
+  return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def check_workdir(workdir: epath.PathLike) -> None:
@@ -112,7 +121,8 @@ def check_workdir(workdir: epath.PathLike) -> None:
     HostError: it is not, on every process; or it cannot be a folder.
   """
   folder = epath.Path(workdir)
-  if folder.exists() and not folder.is_dir():
+  # Asked by one only: a host that finds nothing on NFS would remember that for a while.
+  if agreed(jax.process_index() == 0 and folder.exists() and not folder.is_dir()):
     raise HostError(f'--workdir={workdir} is a file; give a folder')
   if jax.process_count() == 1:
     return
@@ -124,7 +134,7 @@ def check_workdir(workdir: epath.PathLike) -> None:
     try:
       mark.parent.mkdir(parents=True, exist_ok=True)
       mark.write_text('All processes of a run must see this file.\n')
-    except OSError as error:
+    except Exception as error:  # gs:// raises TensorFlow's kinds
       logging.error('Process 0 cannot write into %s: %s', workdir, error)
   multihost_utils.sync_global_devices('workdir')
   seen = multihost_utils.process_allgather(np.array(_appears(mark)))
@@ -144,9 +154,9 @@ def _appears(mark: epath.Path) -> bool:
     try:
       if mark.exists():
         return True
-    except OSError:
-      pass
-    if not mark.parent.exists() or time.monotonic() > deadline:
+    except Exception:  # gs:// raises TensorFlow's kinds
+      logging.log_first_n(logging.WARNING, 'Cannot look into %s', 1, mark.parent, exc_info=True)
+    if time.monotonic() > deadline:
       return False
     time.sleep(0.5)
 

@@ -97,8 +97,7 @@ def job(config: ml_collections.ConfigDict, workdir: epath.Path) -> Job:
 def _mesh(settings: Settings, asked: sharding.MeshSettings) -> Mesh:
   """The mesh, by which all batches must be divisible."""
   mesh = sharding.make_mesh(asked)
-  settings_lib.check_batches(
-      settings, mesh.shape['data'] * mesh.shape['fsdp'], jax.process_count())
+  settings_lib.check_batches(settings, sharding.row_ways(mesh.shape))
   return mesh
 
 
@@ -137,6 +136,7 @@ class _Stream:
         weights=data.weights or None, sampling_exponent=data.sampling_exponent)
     here = setup.settings.phases[phase]
     self._batch_size, self._rows = here.batch_size, examples
+    self._own_rows = sharding.own_rows(setup.mesh, here.batch_size)
     self.examples_per_row, self.mean_length = 1.0, float(here.seq_length)
     self.statistics = dataclasses.asdict(examples.statistics)
     if here.max_examples_per_row > 1:
@@ -152,8 +152,7 @@ class _Stream:
       self.mean_length = self._rows.mean_length
 
   def batches(self, first: int, num_steps: int) -> Iterator[pretrain.Batch]:
-    return pipeline.batches(self._rows, self._batch_size, first, num_steps,
-                            jax.process_index(), jax.process_count())
+    return pipeline.batches(self._rows, self._batch_size, first, num_steps, self._own_rows)
 
 
 def _stage(setup: _Setup, number: int) -> Stage:
@@ -206,9 +205,9 @@ def evaluator_on(
     stream = pretrain.ExampleStream(
         splits, tokenizer, examples, heldout=True, max_examples=max_examples)
   # Filled up to what the devices divide; the fillers weigh nothing.
-  ways = mesh.shape['data'] * mesh.shape['fsdp']
+  ways = sharding.row_ways(mesh.shape)
   rows = -(-batch_size // ways) * ways
-  batches = pipeline.heldout_batches(stream, rows, jax.process_index(), jax.process_count())
+  batches = pipeline.heldout_batches(stream, rows, sharding.own_rows(mesh, rows))
   return PretrainingEvaluator(graphdef, batches, mesh, stream.num_examples)
 
 

@@ -250,21 +250,16 @@ def _check_lengths(phase: Phase, name: str) -> None:
                       'lengths (seq_lengths); packing leaves less padding')
 
 
-def check_batches(settings: Settings, batch_ways: int, num_processes: int) -> None:
+def check_batches(settings: Settings, batch_ways: int) -> None:
   """Refuses batches that the mesh cannot divide.
 
   Args:
     settings: the run.
     batch_ways: over how many devices the batch axis is split (data * fsdp).
-    num_processes: hosts.
 
   Raises:
     ConfigError: naming the phase and the nearest batch size that fits.
   """
-  if batch_ways % num_processes:
-    raise ConfigError(
-        f'mesh: data * fsdp = {batch_ways} is not divisible by the {num_processes} processes, each '
-        'of which feeds its own rows; keep the model axis within a process')
   for i, phase in enumerate(settings.phases):
     ways = batch_ways * phase.accumulate
     if phase.batch_size % ways:

@@ -3,12 +3,13 @@
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Int, Shaped
 
 AXES = ('data', 'fsdp', 'model')
 ROWS = ('data', 'fsdp')  # the batch axis of activations is split over both
@@ -148,6 +149,27 @@ def bytes_per_device(tree) -> int:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Of arrays whose leading axis is the batch."""
   return NamedSharding(mesh, PartitionSpec(ROWS))
+
+
+def row_ways(sizes: Mapping[str, int]) -> int:
+  """Over how many groups of devices a mesh of these sizes (`mesh.shape`) splits the batch axis."""
+  return math.prod(sizes[axis] for axis in ROWS)
+
+
+def own_rows(mesh: Mesh, num_rows: int) -> Int[np.ndarray, 'b']:
+  """Which rows of a global batch the devices of this process hold, in ascending order.
+
+  Not simply the process's turn: where the mesh follows the wires of a TPU, the devices of a host
+  lie scattered over the batch axis, and where the model axis runs across hosts, several hosts hold
+  the same rows.
+
+  Args:
+    mesh: a mesh with the axes 'data' and 'fsdp'.
+    num_rows: of the global batch, divisible by `row_ways(mesh.shape)`.
+  """
+  shares = batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
+  blocks = sorted({rows.indices(num_rows) for (rows,) in shares})
+  return np.concatenate([np.arange(*block) for block in blocks])
 
 
 def constrain_rows(x: Shaped[Array, 'rows *rest']) -> Shaped[Array, 'rows *rest']:

@@ -2,23 +2,32 @@
 
 import os
 import signal
+import time
+from collections.abc import Callable
 
 import jax
 from absl import logging
 
 # Exit code after a signal and a save: restart me. 0 means only that training is complete.
 SAVED = 143
+# One request may come as several signals: a machine that shuts down, or Ctrl-C in a terminal, sends
+# one to every process, and launch/supervise.sh passes its own on. So soon it is the same request.
+_ONE_REQUEST = 3.0  # seconds
 
 
 class StopRequest:
-  """Notes SIGTERM and SIGINT; a second signal ends the process at once, with exit code 1.
+  """Notes SIGTERM and SIGINT; one that comes later ends the process at once, with exit code 1.
 
   On several hosts JAX's own preemption service watches for SIGTERM on any of them, and all agree on
   one step at which to save.
+
+  Args:
+    clock: tells the seconds.
   """
 
-  def __init__(self):
-    self._signal = 0
+  def __init__(self, clock: Callable[[], float] = time.monotonic):
+    self._clock = clock
+    self._asked_at: float | None = None
     self._previous = {}
 
   def __enter__(self):
@@ -32,16 +41,19 @@ class StopRequest:
       signal.signal(number, handler)
 
   def _notice(self, number, frame):
-    if self._signal:
+    now = self._clock()
+    if self._asked_at is None:
+      self._asked_at = now
+      logging.warning(
+          '%s: saving after this step, then stopping; once more after %g s ends at once',
+          signal.Signals(number).name, _ONE_REQUEST)
+    elif now - self._asked_at >= _ONE_REQUEST:
       os._exit(1)  # not SAVED: nothing says that the save was finished
-    self._signal = number
-    logging.warning('%s: saving after this step, then stopping; once more ends at once',
-                    signal.Signals(number).name)
 
   @property
   def noticed(self) -> bool:
     """Whether this process has been asked; others may not know yet."""
-    return bool(self._signal)
+    return self._asked_at is not None
 
   def due(self, step: int) -> bool:
     """Whether all processes stop before taking `step`; all must ask, at every step."""

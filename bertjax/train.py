@@ -99,6 +99,8 @@ def train(job: Job, workdir: epath.PathLike) -> int:
             raise
           if end is not End.DONE:
             break
+          if number + 1 < len(job.stages):  # the next one compiles for minutes before it can save
+            checkpoints.save(step, current, job.position(step), force=True)
         if end is End.SIGNAL:
           return stop.SAVED
 

@@ -118,11 +118,20 @@ pack() {
   run git -C "$CHECKOUT" archive --format=tar.gz --prefix=bertjax/ "--output=$1" HEAD
 }
 
+# Fails where a run is at work: its code must not be replaced.
+check_command() {
+  printf '%s\n' '! [ -e bertjax/launch/supervise.sh ] || bertjax/launch/supervise.sh --check'
+}
+
 # install_command EXTRAS: unpacks and installs. uv brings a Python, since images come with old ones.
+# Files of the commit before go, by its list: the folder may hold a workdir, which stays.
 install_command() {
   cat <<END
 set -eu
+tar tzf bertjax.tar.gz | grep -v '/\$' > bertjax-files.new
+if [ -e bertjax-files ]; then xargs -d '\n' rm -f -- < bertjax-files; fi
 tar xzf bertjax.tar.gz
+mv bertjax-files.new bertjax-files
 PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv
 ~/.local/bin/uv venv --quiet --allow-existing --python 3.12 bertjax-venv
 ~/.local/bin/uv pip install --quiet --python bertjax-venv --editable 'bertjax[$1]'

@@ -5,8 +5,9 @@
 # computed. They are the usual ones for models of this size; python -m bertjax.tools.bench tells on
 # your machines whether one pays.
 
-# Compiled programs outlive the process: a restart skips the minutes of compiling. Machines that are
-# made anew keep nothing on their disks: give them a gs:// folder (launch/tpu_run.sh --cache).
+# Compiled programs outlive the process: a restart skips the minutes of compiling. JAX lets only
+# process 0 write them: the other hosts of a pod skip nothing unless all read one gs:// folder
+# (--cache of the launch scripts). Machines made anew, and pods of GKE, keep nothing on their disks.
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/bertjax/xla}
 
 # Lines of a log appear as they are written, so that the last one before a crash is there.
@@ -40,6 +41,11 @@ case ${1:-} in
       --xla_gpu_enable_pipelined_reduce_scatter=true
     )
     export XLA_FLAGS=${XLA_FLAGS:-${flags[*]}}
+    # XLA's own cache, of the fastest kernels, would be in the same folder; XLA cannot open a gs://
+    # one, and compilation would fail. What JAX keeps there needs no such search.
+    if [[ $JAX_COMPILATION_CACHE_DIR == *://* ]]; then
+      export JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES=${JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES:-none}
+    fi
     # JAX takes 75 % of the memory by default: the rest would lie idle in a process that is alone.
     export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
     ;;

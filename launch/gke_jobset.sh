@@ -17,6 +17,8 @@
 #   --slices N         slices that train together (default: 1)
 #   --max_restarts N   give up after so many (default: 50)
 #   --module M         another module to run, e.g. bertjax.finetune.squad
+#   --cache DIR        folder on gs:// for compiled programs; without it all pods compile at each
+#                      start
 #   --namespace N      default: kubectl's
 #   --spot             on spot nodes
 #   --delete           delete the JobSet of that name and its pods
@@ -27,7 +29,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 declare -A OPTION=(
   [name]='' [image]='' [accelerator]='' [topology]='' [hosts]='' [chips]='' [slices]=1
-  [max_restarts]=50 [module]=bertjax.main [namespace]='')
+  [max_restarts]=50 [module]=bertjax.main [cache]='' [namespace]='')
 declare -A SWITCH=([spot]=no [delete]=no [dry-run]=no)
 parse "$@"
 require name
@@ -53,14 +55,17 @@ as_list() {
 }
 
 fill_in() {
-  local text key
+  local text key keys=(name image accelerator topology hosts chips slices max_restarts)
   text=$(< "$LAUNCH/jobset.yaml")
   if is_on spot; then
     text=${text//'#spot'/}
-  else
-    text=$(grep -v '^#spot' <<< "$text")
   fi
-  for key in name image accelerator topology hosts chips slices max_restarts; do
+  if [[ ${OPTION[cache]} ]]; then
+    text=${text//'#cache'/}
+    keys+=(cache)
+  fi
+  text=$(grep -vE '^#(spot|cache)' <<< "$text")
+  for key in "${keys[@]}"; do
     [[ ${OPTION[$key]} =~ ^[A-Za-z0-9_./:@-]+$ ]] ||
       die 2 "--$key '${OPTION[$key]}' has characters that no such name has"
     text=${text//"@$key@"/"${OPTION[$key]}"}

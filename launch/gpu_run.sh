@@ -5,7 +5,7 @@
 #     -- --config=configs/base.py --workdir=gs://bucket/base
 #
 # What follows -- goes to `python -m bertjax.main`. It runs detached, under launch/supervise.sh; the
-# log is ~/bertjax-run/log there.
+# log is ~/bertjax-run/log there. Nothing is changed while a run is at work.
 #
 #   --name, --zone, --project  as given to gpu_create.sh
 #   --module M         another module to run, e.g. bertjax.finetune.squad
@@ -23,6 +23,7 @@ on_host() {
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
+on_host "$(check_command)"
 pack "$folder/bertjax.tar.gz"
 run gcloud compute scp "$folder/bertjax.tar.gz" "${OPTION[name]}:bertjax.tar.gz" "${TARGET[@]}" \
   --quiet

@@ -6,11 +6,12 @@
 #
 # What follows -- goes to `python -m bertjax.main --distributed`. It runs detached, under
 # launch/supervise.sh; the log is ~/bertjax-run/log on each host. The workdir must be on gs://: all
-# hosts write into one, and it outlives the machines.
+# hosts write into one, and it outlives the machines. Nothing is changed while a run is at work.
 #
 #   --name, --zone, --project  as given to tpu_create.sh
 #   --module M         another module to run, e.g. bertjax.finetune.squad
-#   --cache DIR        folder on gs:// for compiled programs, so that new machines skip compiling
+#   --cache DIR        folder on gs:// for compiled programs; without it all hosts of a pod but the
+#                      first compile at each start, and new machines all do
 #   --dry-run          print the commands
 set -euo pipefail
 # shellcheck source=launch/common.sh
@@ -25,6 +26,7 @@ on_all_hosts() {
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
+on_all_hosts "$(check_command)"
 pack "$folder/bertjax.tar.gz"
 run gcloud compute tpus tpu-vm scp "$folder/bertjax.tar.gz" "${OPTION[name]}:bertjax.tar.gz" \
   "${TARGET[@]}" --worker=all --quiet

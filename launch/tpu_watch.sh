@@ -6,15 +6,19 @@
 #   launch/tpu_watch.sh --name NAME --zone ZONE --type v5litepod-16 --spot \
 #     -- --config=configs/large.py --workdir=gs://bucket/large
 #
-# Ends with 0 when training is complete. Training that ends otherwise ends this as well, with its
-# exit code and the last lines of its log. Ctrl-C leaves the machines and the training at work; the
-# same command takes up the watch again.
+# Ends with 0 when training is complete. Where a process was lost or stopped, training is started
+# again on all hosts. Training that ends otherwise ends this as well, with its exit code and the
+# last lines of its log. Ctrl-C leaves the machines and the training at work; the same command takes
+# up the watch again.
 #
 #   --name, --zone, --project, --type, --runtime, --network, --service_account, --spot:
 #                      as for tpu_create.sh
-#   --module, --cache  as for tpu_run.sh
+#   --module, --cache  as for tpu_run.sh; a pod, and machines made anew, need --cache gs://...
 #   --max_recreations N  give up after so many (default: 50)
+#   --max_restarts N   likewise, of the training on machines that are there (default: 20)
 #   --poll SECONDS     between two looks (default: 60)
+#   --timeout SECONDS  within which machines are asked for or deleted, or training is installed and
+#                      started on all hosts (default: 1800); longer counts as a failure
 #   --keep             do not delete the machines at the end
 #   --dry-run          print the commands
 set -euo pipefail
@@ -23,17 +27,33 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 declare -A OPTION=(
   [name]='' [zone]='' [project]='' [type]='' [runtime]='' [network]='' [service_account]=''
-  [module]=bertjax.main [cache]='' [max_recreations]=50 [poll]=60)
+  [module]=bertjax.main [cache]='' [max_recreations]=50 [max_restarts]=20 [poll]=60
+  [timeout]=1800)
 declare -A SWITCH=([spot]=no [keep]=no [dry-run]=no)
 parse "$@"
 require name zone type
 ((${#COMMAND[@]})) || die 2 'give the arguments of the training after --'
 find_target
 
-# A host that is taken away lets its client wait for ever.
+# Seconds that a look may take.
 readonly PATIENCE=300
-# So many looks in a row may fail (a network that is away, a host that starts) before this ends.
+# So often in a row gcloud may fail (a network that is away, a host that starts) before this ends.
 readonly MAX_FAILURES=5
+
+# within SECONDS COMMAND...: ended after so long, since a host that is taken away lets its client
+# wait for ever. A terminal's Ctrl-C does not reach what `timeout` runs: it is passed on from here.
+within() {
+  local child code=0
+  timeout --kill-after=10 "$@" < /dev/null &
+  child=$!
+  trap 'kill "$child" 2> /dev/null || true; exit 130' INT
+  wait "$child" || code=$?
+  trap - INT
+  if ((code == 124)); then
+    log "No end within $1 s: $(quoted "${@:2:5}") ..."
+  fi
+  return "$code"
+}
 
 # options NAME...: those that were given, as words in the array GIVEN.
 options() {
@@ -50,28 +70,29 @@ options() {
 }
 
 create() {
+  started=''  # the next start is the first on its machines
   options name zone project type runtime network service_account
   if is_on spot; then
     GIVEN+=(--spot)
   fi
-  "$LAUNCH/tpu_create.sh" "${GIVEN[@]}"
+  within "${OPTION[timeout]}" "$LAUNCH/tpu_create.sh" "${GIVEN[@]}"
 }
 
 delete() {
   options name zone project
-  "$LAUNCH/tpu_delete.sh" "${GIVEN[@]}"
+  within "${OPTION[timeout]}" "$LAUNCH/tpu_delete.sh" "${GIVEN[@]}"
 }
 
 start() {
   options name zone project module cache
-  "$LAUNCH/tpu_run.sh" "${GIVEN[@]}" -- "${COMMAND[@]}"
+  within "${OPTION[timeout]}" "$LAUNCH/tpu_run.sh" "${GIVEN[@]}" -- "${COMMAND[@]}"
 }
 
 # Prints the answer of a gcloud command that only looks, or ABSENT where there is nothing to see.
 look() {
   local answer code=0 errors
   errors=$(mktemp)
-  answer=$(timeout "$PATIENCE" "$@" 2> "$errors") || code=$?
+  answer=$(within "$PATIENCE" "$@" 2> "$errors") || code=$?
   if ((code)) && grep -q NOT_FOUND "$errors"; then
     answer=ABSENT code=0
   elif ((code)); then
@@ -95,11 +116,12 @@ find_state() {
 }
 
 on_hosts() {
-  timeout "$PATIENCE" gcloud compute tpus tpu-vm ssh "${OPTION[name]}" "${TARGET[@]}" --quiet \
+  within "$PATIENCE" gcloud compute tpus tpu-vm ssh "${OPTION[name]}" "${TARGET[@]}" --quiet \
     "--worker=$1" "--command=$2"
 }
 
-# The exit code of the training, or `running`, or `none` where it was never started.
+# `running` where any host trains, else what says most of the hosts' exit codes, or `none` for a
+# host on which training never started, or which is new.
 find_training() {
   local answers code others
   answers=$(on_hosts all '
@@ -110,9 +132,10 @@ find_training() {
     echo running
     return
   fi
-  # 1 and 75 are often the echo of an error on another host, which says more.
-  mapfile -t others < <(grep -xE '[0-9]+' <<< "$answers" | grep -vxE '0|1|75')
-  for code in "${others[@]}" 1 75 none 0; do
+  # Others wait in vain for a host that is stopped or new, and end with an error (2). 1 is often the
+  # echo of an error on another host, 75 that of a lost process: those say more.
+  mapfile -t others < <(grep -xE '[0-9]+' <<< "$answers" | grep -vxE '0|1|75|134|137|143')
+  for code in 143 none "${others[@]}" 1 137 134 75 0; do
     if grep -qx "$code" <<< "$answers"; then
       echo "$code"
       return
@@ -123,13 +146,21 @@ find_training() {
 
 # finish CODE MESSAGE: cleans up and ends.
 finish() {
+  local failures=0 code
   log "$2"
   if is_on keep; then
     log "--keep: the machines are still there, and cost: $(quoted "$LAUNCH/tpu_delete.sh" \
       "--name=${OPTION[name]}" "--zone=${OPTION[zone]}")"
-  else
-    delete || die $? 'the machines could not be deleted: they are still there, and cost'
+    exit "$1"
   fi
+  until code=0; delete || code=$?; ((code == 0)) || [[ $(find_state) == ABSENT ]]; do
+    failures=$((failures + 1))
+    if ((failures >= MAX_FAILURES)); then
+      die "$code" 'the machines could not be deleted: they are still there, and cost'
+    fi
+    log "The deletion failed with exit code $code: trying again"
+    sleep "${OPTION[poll]}"
+  done
   exit "$1"
 }
 
@@ -140,9 +171,31 @@ recreate() {  # recreate STATE
   recreations=$((recreations + 1))
   log "$1: re-creation $recreations"
   if [[ $1 != ABSENT ]]; then
-    delete
+    delete || return
   fi
   create
+}
+
+# restart TRAINING: on all hosts; the first start on new machines does not count.
+restart() {
+  local first=''
+  if [[ $1 == none && ! $started ]]; then
+    first=yes
+  elif ((restarts >= OPTION[max_restarts])); then
+    give_up "$1" "Training: $1, and ${OPTION[max_restarts]} restarts were made: giving up"
+  fi
+  start || return
+  started=yes ended=''
+  if [[ ! $first ]]; then
+    restarts=$((restarts + 1))
+    log "Training was started again: restart $restarts"
+  fi
+}
+
+# give_up TRAINING MESSAGE: ends with the exit code of the training and what it said last.
+give_up() {
+  on_hosts all 'tail -n 20 bertjax-run/log' >&2 || true
+  finish "${1/none/1}" "$2; the last lines are above"
 }
 
 # Looks after machines that are ready; `ended` keeps a bad end in mind until the next look, since
@@ -155,17 +208,16 @@ look_after_training() {
   fi
   case $training in
     running) ended='' ;;
-    none | 143)
-      ended=''
-      start || return
-      ;;
+    none | 143) restart "$training" ;;
     0) finish 0 'Training is complete' ;;
     *)
-      if [[ $ended == "$training" ]]; then
-        on_hosts all 'tail -n 20 bertjax-run/log' >&2 || true
-        finish "$training" "Training ended with exit code $training; the last lines are above"
+      if [[ $ended != "$training" ]]; then
+        ended=$training
+      elif [[ $training =~ ^(75|134|137)$ ]]; then  # a process was lost, but no machine
+        restart "$training"
+      else
+        give_up "$training" "Training ended with exit code $training"
       fi
-      ended=$training
       ;;
   esac
 }
@@ -177,7 +229,7 @@ if is_on dry-run; then
   exit 0
 fi
 
-recreations=0 failures=0 ended='' last=''
+recreations=0 restarts=0 failures=0 started='' ended='' last=''
 while true; do
   code=0
   state=$(find_state) || code=$?
@@ -185,15 +237,18 @@ while true; do
     [[ $state == "$last" ]] || log "State: $state"
     case $state in
       READY) look_after_training || code=$? ;;
-      ABSENT) if [[ $last ]]; then recreate ABSENT; else create; fi ;;
-      PREEMPTED | TERMINATED | STOPPED | SUSPENDED | FAILED) recreate "$state" ;;
+      ABSENT) if [[ $last ]]; then recreate ABSENT; else create; fi || code=$? ;;
+      PREEMPTED | TERMINATED | STOPPED | SUSPENDED | FAILED) recreate "$state" || code=$? ;;
       *) ;;  # on its way: ACCEPTED, PROVISIONING, WAITING_FOR_RESOURCES, CREATING, ...
     esac
     last=$state
   fi
   failures=$((code ? failures + 1 : 0))
   if ((failures >= MAX_FAILURES)); then
-    die "$code" "gcloud failed $failures times in a row, with exit code $code; nothing was deleted"
+    die "$code" "gcloud failed $failures times in a row, with exit code $code; machines that are" \
+      'there were left, and cost'
+  elif ((failures)); then
+    log "gcloud failed with exit code $code, $failures of at most $MAX_FAILURES times in a row"
   fi
   sleep "${OPTION[poll]}"
 done

@@ -183,6 +183,9 @@ def test_pairs_are_read_as_pairs(models):
   np.testing.assert_allclose(
       list(prediction.probabilities.values()), softmax(logits(model, *pair)), atol=1e-5)
   assert prediction != model.predict([joined])[0]
+  one = dataclasses.replace(model, config=dataclasses.replace(model.config, type_vocab_size=1))
+  with pytest.raises(api.InputError, match='one segment only'):
+    one.predict([pair])
 
 
 def test_multi_label_gives_every_name_above_one_half(models):

@@ -1,5 +1,7 @@
 """The best model of a run: which it is, when training may end, and what a kill leaves."""
 
+import json
+
 import numpy as np
 import pytest
 from etils import epath
@@ -67,6 +69,23 @@ def test_the_best_is_kept_with_its_scores_and_its_tokenizer(tmp_path):
   files = checkpoint.tokenizer_folder(best.find(tmp_path))
   assert (files / 'vocab.txt').read_text(encoding='utf-8') == '[PAD]\n'
   assert METADATA['head'] == {'kind': 'classification', 'labels': ['no', 'yes']}  # as it was
+
+
+def test_of_several_runs_the_best_is_found_but_only_where_they_are(tmp_path):
+  """What load, export and init_from take after a sweep; a run itself knows its own best only."""
+  for name, score in (('low', 0.4), ('high', 0.8)):
+    judge(keeper(tmp_path / name), (10, score))
+  records = [{'folder': name, 'metric': 'accuracy', 'score': score}
+             for name, score in (('low', 0.4), ('high', 0.8), ('diverged', None))]
+  (tmp_path / best.RESULTS).write_text(json.dumps(records), encoding='utf-8')
+  assert best.find(tmp_path) == epath.Path(tmp_path / 'high/best')
+  assert best.read(tmp_path) is None
+  judge(keeper(tmp_path), (10, 0.1))  # a run of its own in the same folder
+  assert best.find(tmp_path) == epath.Path(tmp_path / 'best')
+  (tmp_path / 'low/checkpoints').mkdir()
+  (tmp_path / 'low/best').rename(tmp_path / 'low/gone')
+  (tmp_path / 'low' / best.RESULTS).write_text(json.dumps(records), encoding='utf-8')
+  assert best.find(tmp_path / 'low') is None  # its own checkpoints come first
 
 
 def test_of_losses_the_lowest_is_kept(tmp_path):

@@ -277,9 +277,15 @@ def test_b118_b120_copies_that_differ_are_refused(tmp_path, name, other):
   folder = exported(tmp_path)
   rewrite(folder, lambda tensors, config: tensors.update({name: tensors[other]}))
   assert 'equal copies' in loaded(folder).report
+  whole = loaded(folder, head='encoder')
   rewrite(folder, lambda tensors, config: tensors.update({name: tensors[other] + 1}))
-  with pytest.raises(ConversionError, match=f'differs from another copy of {other}'):
-    loaded(folder)
+  for head in ('auto', 'pretraining'):
+    with pytest.raises(ConversionError, match=f'{name} differs from another copy of {other}.*'
+                       '--head encoder'):
+      loaded(folder, head=head)
+  encoder = loaded(folder, head='encoder')  # has no use for the decoder, whatever is in it
+  assert_same(encoder.params, whole.params)
+  assert name in encoder.report.split('unused')[1]
 
 
 def test_b118_the_word_table_may_be_stored_as_the_decoder_only(tmp_path):
@@ -315,8 +321,45 @@ def test_labels_and_kind_of_a_plain_classifier(tmp_path):
   with pytest.raises(ConversionError, match='3 outputs'):
     loaded(folder, labels=['a', 'b'])
   rewrite(folder, lambda tensors, config: config.update(id2label={'0': 'a', '1': 'b'}))
-  with pytest.raises(ConversionError, match='id2label.*3 outputs'):
+  with pytest.raises(ConversionError, match='id2label.*3 outputs.*--labels.*--head encoder'):
     loaded(folder)
+  assert loaded(folder, labels=['a', 'b', 'c']).metadata['head']['labels'] == ['a', 'b', 'c']
+  assert set(loaded(folder, head='encoder').params) == {'bert'}
+
+
+def test_a_regression_of_several_numbers_is_refused(tmp_path):
+  folder = exported(tmp_path, kind='classification')
+  rewrite(folder, put(problem_type='regression'))
+  with pytest.raises(ConversionError, match='regression with 3 outputs.*--head encoder'):
+    loaded(folder)
+  assert loaded(folder, head='encoder').metadata['head']['kind'] == 'encoder'
+
+
+def test_rows_of_added_tokens_are_kept_and_go_out_again(tmp_path):
+  """Transformers lists them beside vocab.txt, and their rows come last in the word table."""
+  folder = exported(tmp_path)
+  (folder / 'added_tokens.json').write_text('{"<e2>": 141, "covid": 140}')
+  with pytest.raises(ConversionError, match='140 rows.*142 entries.*covid, <e2>.*--vocab'):
+    loaded(folder)
+
+  def more_rows(tensors, config):
+    config['vocab_size'] = 142
+    for name in (TABLE, 'cls.predictions.bias'):
+      tensors[name] = np.concatenate([tensors[name], tensors[name][:2] + 1])
+
+  rewrite(folder, more_rows)
+  before = safetensors_file.read(epath.Path(folder) / 'model.safetensors')
+  imported = loaded(folder)
+  assert 'added    2 tokens' in imported.report and 'dropped' not in imported.report
+  assert imported.metadata['config']['model']['vocab_size'] == 142
+  import_checkpoint.save(imported, tmp_path / 'ckpt')
+  export.export(tmp_path / 'ckpt', 'hf', tmp_path / 'again')
+  after = safetensors_file.read(epath.Path(tmp_path) / 'again' / 'model.safetensors')
+  assert_same(after, before)
+  vocabulary = (tmp_path / 'again' / 'vocab.txt').read_bytes()
+  assert vocabulary == models.vocabulary(140) + b'covid\n<e2>\n'
+  without = loaded(folder, vocab=folder / 'vocab.txt')
+  assert 'dropped  the last 2 of 142 rows' in without.report
 
 
 # --- Errors: said in words, and nothing is left behind -----------------------------------------
@@ -387,6 +430,13 @@ def test_a_config_that_cannot_be_read(tmp_path, content, said):
   (folder / 'config.json').write_bytes(content)
   with pytest.raises(ConversionError, match=f'config.json: {said}'):
     loaded(folder)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path):
+  folder = exported(tmp_path)
+  for name in ('config.json', 'tokenizer_config.json'):
+    (folder / name).write_bytes(b'\xef\xbb\xbf' + (folder / name).read_bytes())
+  assert_same(loaded(folder).params, checkpoint.restore_params(tmp_path / 'run'))
 
 
 def test_no_weights_or_cut_weights(tmp_path):

@@ -17,7 +17,7 @@ from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertjax.convert import safetensors_file, torch_file
+from bertjax.convert import hugging_face, safetensors_file, torch_file
 from bertjax.convert.names import ConversionError
 
 ARRAYS = {'a.weight': np.arange(6, dtype=np.float32).reshape(2, 3), 'empty': np.zeros((0, 4)),
@@ -152,6 +152,25 @@ def test_a_zip_of_tensors_and_views_is_read(tmp_path, pickled):
   np.testing.assert_array_equal(read['part'], [5, 8])
   assert read['nothing'].shape == (0, 2) and read['low'].dtype == ml_dtypes.bfloat16
   np.testing.assert_array_equal(read['low'], low)
+
+
+def test_torch_files_with_an_index_are_one_model(tmp_path, pickled):
+  folder = epath.Path(tmp_path)
+  arrays = {name: np.arange(number, number + 6, dtype=np.float32).reshape(2, 3)
+            for number, name in enumerate(('a.weight', 'b.weight', 'b.bias'))}
+  shards = {name: f'pytorch_model-{name[0]}.bin' for name in arrays}
+  for shard in sorted(set(shards.values())):
+    here = {name: array for name, array in arrays.items() if shards[name] == shard}
+    zipped(folder / shard, pickled({name: _Tensor(name, array) for name, array in here.items()}),
+           {name: array.tobytes() for name, array in here.items()})
+  index = folder / 'pytorch_model.bin.index.json'
+  index.write_text(json.dumps({'metadata': {'total_size': 72}, 'weight_map': shards}))
+  tensors, file = hugging_face._read_weights(folder)
+  assert file == index
+  same(tensors, arrays)
+  (folder / 'pytorch_model-b.bin').unlink()
+  with pytest.raises(ConversionError, match='pytorch_model-b.bin: no such file, but .* lists it'):
+    hugging_face._read_weights(folder)
 
 
 def old_format(pickled, state, storages: dict[str, np.ndarray]) -> bytes:

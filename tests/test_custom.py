@@ -1,5 +1,6 @@
 """A person's own TSV, CSV and JSON lines: kinds of labels, hostile files, predictions."""
 
+import csv
 import json
 
 import numpy as np
@@ -68,6 +69,13 @@ def test_csv_is_real_csv(tmp_path):
   open_quote = write(tmp_path / 'open.csv', text + '"never closed,x\n')
   with pytest.raises(RowsError, match=r'open\.csv, line 6: not CSV: .*twice'):
     read(task, open_quote, 'train')
+
+
+def test_a_field_of_csv_may_be_a_long_document(tmp_path):
+  csv.field_size_limit(131_072)  # Python's own, whatever was read before
+  text = 'It rains.\n' * 20_000
+  file = write(tmp_path / 'x.csv', f'text,label\n"{text}",y\n')
+  assert read(Task(labels=('x', 'y')), file, 'dev').text_a == [text]
 
 
 def test_json_lines(tmp_path):
@@ -143,6 +151,36 @@ def test_b109_rows_without_labels_are_only_predicted(tmp_path):
     read(Task(labels=('a', 'b')), file, 'dev')
 
 
+@pytest.mark.parametrize(('kind', 'labels', 'first'), [
+    ('classification', ['wet', '?', '-1'], "'?'"),
+    ('classification', ['wet', ['dry'], 2], "['dry']"),
+    ('multi_label', [['wet'], ['dry', 'hot'], ['hot']], "['dry', 'hot']"),
+    ('multi_label', [[], -1, 'hot'], '-1'), ('regression', [1.5, '?', '-'], "'?'")])
+def test_what_stands_for_a_label_in_rows_to_predict_stops_nothing(
+    tmp_path, caplog, kind, labels, first):
+  file = json_lines(tmp_path / 'x.jsonl', [{'text': 'a', 'label': label} for label in labels])
+  task = Task(kind, labels=() if kind == 'regression' else ('dry', 'wet'))
+  rows = read(task, file, 'test')
+  assert (len(rows), rows.labels) == (3, None)
+  [said] = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
+  assert f'{file}, line 2: label {first} is none of the task; it and 1 more' in said
+  for split in ('train', 'dev'):
+    with pytest.raises(RowsError, match=r'x\.jsonl, line 2: '):
+      read(task, file, split)
+
+
+def test_case_counts_only_where_labels_differ_in_nothing_else(tmp_path):
+  """A published head says POSITIVE, the file positive."""
+  file = write(tmp_path / 'x.tsv', 'text\tlabel\na\tpositive\nb\tNegative\nc\tPOSITIVE\n')
+  assert read(Task(labels=('POSITIVE', 'NEGATIVE')), file, 'dev').labels.tolist() == [0, 1, 0]
+  several = Task('multi_label', labels=('NEGATIVE', 'POSITIVE'))
+  assert read(several, file, 'dev').labels.tolist() == [[0, 1], [1, 0], [0, 1]]
+  file = write(tmp_path / 'y.tsv', 'text\tlabel\na\ta\nb\tA\n')
+  assert read(Task(labels=('A', 'a')), file, 'dev').labels.tolist() == [1, 0]
+  with pytest.raises(RowsError, match="line 2: unknown label 'ab'"):
+    read(Task(labels=('AB', 'Ab')), write(tmp_path / 'z.tsv', 'text\tlabel\nx\tab\n'), 'dev')
+
+
 def test_b103_bad_lines_of_tsv(tmp_path):
   file = write(tmp_path / 'x.tsv', TSV + 'a\tb\twet\nIt is.\tdry\n\n')
   rows = read(Task(labels=('dry', 'wet')), file, 'train')
@@ -179,7 +217,8 @@ def test_texts_come_back_as_they_were_written(tmp_path, texts):
     ('x.jsonl', '\n\n', 'empty'),
     ('x.tsv', '\0\1\2', 'line 1: a NUL byte'),
     ('x.tsv', 'txt\tlabel\na\tx\n', 'line 1: no column text; there are txt, label'),
-    ('x.tsv', TSV + 'More rain.\tmisty\n', "line 5: unknown label 'misty'; known: x, wet, dry"),
+    ('x.tsv', TSV + 'More rain.\tmisty\n',
+     "line 5: unknown label 'misty'; known: x, wet, dry; mend .* all labels in data.labels"),
     ('x.tsv', 'text\tlabel\n', 'no usable row'),
     ('x.csv', 'text\tlabel\na\tx\n', 'line 1: no column text'),
 ])  # fmt: skip

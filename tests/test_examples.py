@@ -64,6 +64,7 @@ def test_a_length_is_compiled_only_if_it_saves_that_many_steps():
   assert examples.choose_lengths(lengths, 32, 10**6) == (8, 32)
   assert len(examples.choose_lengths(np.arange(1, 500), 512, 10**6)) == 6 + 1  # and the longest
   assert examples.choose_lengths(np.array([], np.int32), 128, 8) == (128,)
+  assert examples.choose_lengths(np.arange(1, 500), 512, 10**6, 128) == (128, 256, 384, 512)
 
 
 # --- The plan of an epoch ----------------------------------------------------------------------
@@ -158,17 +159,17 @@ def test_labels_of_tokens_are_padded_with_weight_0():
 
 @settings(deadline=None, max_examples=40)
 @given(lengths_and_buckets(least=1), st.sampled_from([1, 2, 4]), st.integers(1, 4))
-def test_slices_of_the_processes_are_the_global_batch(data, processes, share):
+def test_processes_make_their_rows_of_the_global_batch(data, processes, share):
   lengths, buckets = data
   made, batch_size = numbered(lengths), processes * share
   whole = EpochBatches(made, buckets, batch_size, seed=3)
-  parts = [EpochBatches(made, buckets, batch_size, 3, number, processes)
-           for number in range(processes)]
-  assert all(part.shapes == whole.shapes for part in parts)  # the shapes are those of all rows
   steps = whole.steps_per_epoch + 1
-  for batch, *rows in zip(whole.batches(0, steps), *(part.batches(0, steps) for part in parts),
-                          strict=True):
-    assert same(batch, {name: np.concatenate([row[name] for row in rows]) for name in batch})
+  for number in range(processes):
+    own = np.arange(number, batch_size, processes)  # scattered, as on a TPU
+    part = EpochBatches(made, buckets, batch_size, 3, own)
+    assert part.shapes == whole.shapes  # the shapes are those of all rows
+    for batch, rows in zip(whole.batches(0, steps), part.batches(0, steps), strict=True):
+      assert same({name: field[own] for name, field in batch.items()}, rows)
 
 
 @settings(deadline=None, max_examples=40)
@@ -211,7 +212,7 @@ def test_statistics_say_how_much_is_padding():
   assert stream.mean_length == (8 + 32 + 32) / 3
   tokens, places = sum(lengths), 4 * (8 + 32 + 32)
   assert stream.statistics == {
-      'padding': pytest.approx(1 - tokens / places), 'batches_of_length_8': 1,
+      'examples': 9, 'padding': pytest.approx(1 - tokens / places), 'batches_of_length_8': 1,
       'batches_of_length_32': 2}
 
 

@@ -8,10 +8,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import small_checkpoint as small
+from etils import epath
 
 from bertjax import checkpoint, errors, train
 from bertjax.convert import import_checkpoint
 from bertjax.finetune import glue, job, sweep
+from bertjax.finetune import settings as settings_lib
 from bertjax.finetune.task import Task
 from configs.finetune import glue as recipe
 
@@ -203,6 +205,7 @@ def mnli(home):
   for name, count in (('train', 240), ('dev_matched', 31), ('dev_mismatched', 31),
                       ('test_matched', 9), ('test_mismatched', 8)):
     write_mnli(home / f'glue/MNLI/{name}.tsv', draw, count)
+  write_mnli(home / 'glue/diagnostic/diagnostic.tsv', draw, 5)
   config = small.changed(settings_of(home, 'mnli', path=home / 'glue'), {
       'evaluate.metric': 'dev_mismatched/accuracy'})
   assert glue.fine_tune(config, str(home / 'mnli')) == 0
@@ -220,8 +223,8 @@ def test_mnli_matched_and_mismatched(mnli):
   assert min(scores['accuracy'], scores['dev_mismatched/accuracy']) > 0.8
   assert (scores['accuracy'] * 30) % 1 == pytest.approx(0, abs=1e-6)  # B109: '-' does not count
   files = predict(config, workdir)
-  assert set(files) == {'MNLI-m.tsv', 'MNLI-mm.tsv'}
-  assert [len(content.splitlines()) for content in files.values()] == [10, 9]
+  assert {name: len(content.splitlines()) for name, content in files.items()} == {
+      'AX.tsv': 6, 'MNLI-m.tsv': 10, 'MNLI-mm.tsv': 9}
 
 
 def test_b107_labels_go_by_name(mnli, tmp_path, capsys):
@@ -376,6 +379,43 @@ def test_classes_from_tsv_and_one_row(home, tmp_path):
       'data.test': str(tmp_path / 'one.tsv')})['one.tsv'].decode().splitlines()
   assert header == 'id\tprediction\tprobability_blue\tprobability_red'
   assert row.split('\t')[:2] == ['0', labels[0]]
+
+
+def task_of(home, head, mode='train', **data):
+  """What a run on a person's own files would begin with."""
+  config = small.changed(settings_of(home, 'custom', **data), mode=mode)
+  origin = job.open_origin(str(home / 'encoder'))
+  origin = origin._replace(metadata=origin.metadata | {'head': head})
+  return glue.load(settings_lib.from_config(config, glue.GlueData), origin), origin
+
+
+def test_a_published_head_goes_on_whatever_the_case_of_its_labels(home, tmp_path):
+  file = write(tmp_path / 'x.tsv', [
+      ('text', 'label'), ('red mill', 'positive'), ('blue mill', 'negative')])
+  for labels, values in ((['POSITIVE', 'NEGATIVE'], [0, 1]), (['negative', 'positive'], [1, 0])):
+    head = {'kind': 'classification', 'labels': labels}
+    task, origin = task_of(home, head, train=file, dev=file)
+    assert task.labels == tuple(labels) and job.same_head(origin, task)
+    assert task.train.values['labels'].tolist() == values
+    # The trained model says the same names, and is evaluated on the same file.
+    task, origin = task_of(home, head, 'eval', dev=file)
+    assert job.same_head(origin, task)
+    assert task.splits[0].examples.values['labels'].tolist() == values
+  task, _ = task_of(home, {'kind': 'classification', 'labels': ['good', 'bad']}, train=file)
+  assert task.labels == ('negative', 'positive')
+
+
+def test_only_files_to_predict_need_ids(home, tmp_path):
+  file = write(tmp_path / 'x.tsv', [('text', 'label'), ('mill', 'a'), ('boat', 'b')])
+  test = write(tmp_path / 'test.tsv', [('id', 'text'), ('r7', 'mill')])
+  head = {'kind': 'classification', 'labels': ['a', 'b']}
+  files = {'train': file, 'dev': file, 'test': test, 'index': 'id'}
+  assert len(task_of(home, head, **files)[0].train) == 2
+  [split] = task_of(home, head, 'predict', **files)[0].splits
+  [written] = split.write(np.zeros((1, 2), np.float32), epath.Path(tmp_path / 'out'))
+  assert written.read_text().splitlines()[1].startswith('r7\ta\t')
+  with pytest.raises(errors.EXPECTED, match='no column id'):
+    task_of(home, head, 'predict', **files | {'test': file})
 
 
 # --- Several runs, early stopping, what is trained -----------------------------------------------

@@ -113,8 +113,8 @@ def whole(home, tmp_path_factory):
   [(code, text)] = ended(start(home, workdir))
   assert code == 0, text
   for wanted in ('bertjax fine-tuning: RTE', f'weights of {home}/encoder (step 0)',
-                 'newly initialised: classifier', 'shapes      8 x 16', 'padding', 'baseline',
-                 'bertjax.convert.export'):
+                 'newly initialised: classifier', 'shapes      8 x 16', 'padding',
+                 'baseline', 'bertjax.convert.export'):
     assert wanted in text
   assert [record['step'] for record in small.records(workdir, 'dev')] == EVALUATED
   return workdir
@@ -162,8 +162,10 @@ def test_two_processes_give_the_same_as_one(home, whole, tmp_path):
   for ours, theirs in zip(small.records(tmp_path / 'run', 'dev'), small.records(whole, 'dev'),
                           strict=True):
     assert ours['step'] == theirs['step']
-    np.testing.assert_allclose(ours['accuracy'], theirs['accuracy'], atol=0.05)
-    np.testing.assert_allclose(ours['loss'], theirs['loss'], atol=2e-2)
+    # Sums are in another order, which grows: later on a few of the 61 rows may turn.
+    first = ours['step'] == EVALUATED[0]
+    np.testing.assert_allclose(ours['accuracy'], theirs['accuracy'], atol=1e-6 if first else 0.05)
+    np.testing.assert_allclose(ours['loss'], theirs['loss'], atol=1e-5 if first else 2e-2)
   assert checkpoint.read_metadata(tmp_path / 'run/best')['head']['task'] == 'RTE'
   scores = json.loads((tmp_path / 'two/scores_dev.json').read_text(encoding='utf-8'))
   small.assert_close(scores, small.best_scores(whole) | {'split': 'dev'})

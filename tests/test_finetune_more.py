@@ -7,11 +7,15 @@ import random
 import numpy as np
 import pytest
 import small_checkpoint as small
+from etils import epath
 
 from bertjax import checkpoint, errors
 from bertjax.data import swag as swag_data
 from bertjax.data import tagging as tagging_data
-from bertjax.finetune import swag, tagging
+from bertjax.data.examples import Examples
+from bertjax.finetune import job, swag, tagging
+from bertjax.finetune import settings as settings_lib
+from bertjax.finetune.task import Split
 from configs.finetune import swag as swag_recipe
 from configs.finetune import tagging as tagging_recipe
 
@@ -49,6 +53,17 @@ def predict(entry, config, workdir, **changes) -> dict[str, str]:
 
 
 LAYOUTS = ((1, 1), (1, 5), (2, 13), (8, 8), (8, 64))  # devices, batch size
+
+
+@pytest.mark.parametrize('outputs', [
+    [[0, 1], [0, np.nan], [np.inf, 0]], [[[0]], [[np.nan]], [[-np.inf]]]])
+def test_predictions_that_are_not_finite_are_refused_in_every_task(outputs):
+  outputs, folder, written = np.array(outputs, np.float32), epath.Path('out'), []
+  split = Split('test', Examples({}, {}), None, lambda _, file: written.append(file) or [file])
+  with pytest.raises(errors.EXPECTED, match='test: 2 of 3 predictions.*first of example 1; take a'):
+    split.write(outputs, folder)
+  assert not written
+  assert split.write(outputs[:1], folder) == written == [folder]
 
 
 # --- SWAG ----------------------------------------------------------------------------------------
@@ -113,6 +128,23 @@ def test_b113_a_test_file_without_labels_is_predicted_and_not_scored(home, choic
     swag.fine_tune(small.changed(config, {'data.train': str(home / 'test.csv')}),
                    str(home / 'none'))
   assert small.files(workdir) == before and not (home / 'none').exists()
+
+
+def test_placeholders_for_labels_stop_training_and_scoring_but_not_predicting(home, tmp_path):
+  text = (home / 'test.csv').read_text(encoding='utf-8')
+  head, *rows = text.splitlines()
+  file = tmp_path / 'test.csv'
+  file.write_text('\n'.join([f'{head},label', *(f'{row},-1' for row in rows)]), encoding='utf-8')
+  config = small.shrink(swag_recipe.get_config(), home / 'encoder', train=home / 'train.csv',
+                        dev=file, test=file)
+  origin = job.open_origin(str(home / 'encoder'))
+  load = lambda mode: swag.load(
+      settings_lib.from_config(small.changed(config, mode=mode), swag.SwagData), origin)
+  [split] = load('predict').splits
+  assert len(split.examples) == 7 and split.scores is None
+  for mode in ('train', 'eval'):
+    with pytest.raises(errors.EXPECTED, match=r"test.csv: line 2: label '-1'"):
+      load(mode)
 
 
 def test_b113_the_reported_test_file(bugs, choices):

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from bertjax import model
 from bertjax.config import ConfigError
 from bertjax.data import examples
 from bertjax.finetune import glue, job, settings, squad, swag, tagging
@@ -69,6 +70,7 @@ def test_a_wrong_argument_behind_the_file_is_told_the_right_one(argument):
     ('seq_lengths', (32, 64), 'the last of them the seq_length, 128'),
     ('seq_lengths', (4, 32), 'at least 8'), ('seq_lengths', (32.0, 64), 'int is needed'),
     ('warmup_share', 1.0, 'warmup_share is 1.0'), ('warmup_share', -0.1, 'warmup_share'),
+    ('data.labels', (None, 'a'), r'data.labels is .None, .a.., .*; .str, .... is needed'),
     ('seed', -1, 'must not be negative'), ('seeds', (0, -2), 'must not be negative'),
     ('seeds', (0, 1.5), r'seeds is \(0, 1.5\); int is needed for each'),
     ('seeds', 'a', 'int is needed'), ('learning_rates', ('2e-5',), 'float is needed for each'),
@@ -113,14 +115,32 @@ def test_one_number_will_do_where_several_may_be_given():
   assert (found.seeds, found.learning_rates, found.seq_lengths) == ((7,), (1e-5,), (128,))
 
 
+@pytest.mark.parametrize(('given', 'labels'), [
+    ((1, 2, 3), ('1', '2', '3')), ((7,), ('7',)), ((0.5, True), ('0.5', 'True')),
+    (('neg,pos,0',), ('neg', 'pos', '0')), (('1', 'a'), ('1', 'a'))])
+def test_labels_are_names_even_where_they_look_like_numbers(given, labels):
+  """As --config.data.labels=1,2,3 and neg,pos,0 arrive."""
+  assert read(data__labels=given).data.labels == labels
+
+
 @pytest.mark.parametrize(('changes', 'num_epochs', 'chosen'), [
     ({}, 1, (8, 32, 128)),  # 31 batches, of which a second length saves 3/8
     ({'batch_size': 64}, 1, (32, 128)), ({'batch_size': 64}, 2, (8, 32, 128)),
+    ({'model__attention': 'splash', 'seq_length': 256}, 9, (128, 256)),
     ({'seq_lengths': (64, 128)}, 1, (64, 128))])
 def test_lengths_of_rows_suit_all_examples_of_the_run_unless_given(changes, num_epochs, chosen):
   parts = [examples.Examples({'input_ids': [np.zeros(length, np.int32)] * 500}, {})
            for length in (8, 32)]
   assert job.with_lengths(read(**changes), parts, num_epochs).seq_lengths == chosen
+
+
+def test_pairs_need_a_model_of_two_segments():
+  bert = model.BertConfig(vocab_size=128, type_vocab_size=1)
+  part = lambda kind: examples.Examples(
+      {'input_ids': [np.ones(4, np.int32)], 'token_type_ids': [np.array([0, 0, 0, kind])]}, {})
+  job.check_segments(bert, [part(0)])
+  with pytest.raises(ConfigError, match='one segment only .* no pairs'):
+    job.check_segments(bert, [part(0), part(1)])
 
 
 @pytest.mark.parametrize(('num_steps', 'share', 'warmup'), [

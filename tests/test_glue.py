@@ -48,9 +48,10 @@ def test_every_split_in_its_official_layout(tmp_path, task):
   for split, layout in spec.splits.items():
     header = layout.header.split('\t')
     lines = ([layout.header] if layout.has_header else []) + [example_line(spec, header, label)]
-    name = layout.files[-1].removeprefix('../diagnostic/')
-    write(tmp_path / spec.folder.lower() / name, '\r\n'.join(lines) + '\r\n')
+    content = '\r\n'.join(lines) + '\r\n'
+    file = write(tmp_path / spec.folder.lower() / layout.files[-1], content)
     rows = read(task, tmp_path, split)
+    assert glue.find_split(task, file) == split or not layout.submission
     assert rows.text_a == ['"Text 0']
     assert rows.text_b == (['"Text 1'] if len(spec.texts) == 2 else None)
     assert rows.ids == ['0'] or 'id' in header
@@ -73,7 +74,9 @@ def test_the_table():
   assert [glue.TASKS[t].num_outputs for t in ('stsb', 'mnli', 'cola')] == [1, 3, 2]
   assert glue.find_task('SST-2') is glue.TASKS['sst2']
   assert glue.find_split('mnli', 'x/MNLI/test_mismatched.tsv') == 'test_mismatched'
-  assert glue.find_split('mnli', 'diagnostic.tsv') == 'diagnostic'
+  for name in ('diagnostic/diagnostic.tsv', 'AX.tsv'):
+    assert glue.find_split('mnli', name) == 'diagnostic'
+  assert glue.find_split('mnli', 'MNLI-mm.tsv') == 'test_mismatched'
   # A dev file to predict is read as a test file: all its rows stay.
   assert glue.find_split('rte', 'dev.tsv') == glue.find_split('rte', 'my.tsv') == 'test'
   with pytest.raises(RowsError, match='no task'):
@@ -87,6 +90,37 @@ def test_the_diagnostic_set_lies_beside_mnli(tmp_path):
   path = glue.write_submission('mnli', 'diagnostic', rows, np.eye(3)[[2]], tmp_path)
   assert path.read_text() == 'index\tprediction\n0\tneutral\n'
   assert path.name == 'AX.tsv'
+
+
+@pytest.mark.parametrize('file', [
+    'MNLI/diagnostic.tsv', 'MNLI/AX.tsv', 'diagnostic/diagnostic.tsv', 'AX/AX.tsv', 'AX.tsv'])
+def test_what_is_predicted_for_the_leaderboard(tmp_path, file):
+  tests = ('test_matched', 'test_mismatched')
+  (tmp_path / 'MNLI').mkdir()
+  assert glue.predicted_splits('mnli', tmp_path) == tests
+  write(tmp_path / file, 'index\tsentence1\tsentence2\n0\ta\tb\n')
+  for folder in (tmp_path, tmp_path / 'MNLI'):
+    assert glue.predicted_splits('mnli', folder) == (*tests, 'diagnostic')
+    assert read('mnli', folder, 'diagnostic').text_b == ['b']
+  assert glue.predicted_splits('rte', tmp_path) == ('test',)
+
+
+def test_what_is_predicted_of_tfds(monkeypatch, caplog):
+  asked = []
+  monkeypatch.setattr(glue, '_tfds_builder', asked.append)
+  tests = ('test_matched', 'test_mismatched')
+  for path in ('tfds:glue/mnli', 'tfds:glue', 'tfds:glue/mnli:2.0.0'):
+    assert glue.predicted_splits('mnli', path) == (*tests, 'diagnostic')
+  assert asked == ['glue/ax', 'glue/ax', 'glue/ax:2.0.0']
+  assert glue.predicted_splits('mnli', 'tfds:glue/ax') == ('diagnostic',)
+  assert glue.predicted_splits('rte', 'tfds:glue/rte') == ('test',)
+
+  def refuse(name):
+    raise RowsError(f'no network for {name}')
+
+  monkeypatch.setattr(glue, '_tfds_builder', refuse)
+  assert glue.predicted_splits('mnli', 'tfds:glue/mnli') == tests
+  assert 'AX.tsv is not written: no network for glue/ax' in caplog.text
 
 
 def test_microsofts_files_of_mrpc(tmp_path):
@@ -189,6 +223,12 @@ def test_b103_without_reference_data(tmp_path):
     read('rte', str(tmp_path / 'x.tsv'), 'dev', strict=True)
 
 
+def test_b104_every_row_of_a_test_file_has_its_prediction(tmp_path):
+  file = write(tmp_path / 'test.tsv', 'index\tsentence\n0\tIt rains.\n1\n2\tIt pours.\n')
+  with pytest.raises(RowsError, match=r'test\.tsv, line 3: 1 columns instead of 2; mend the line'):
+    read('sst2', file, 'test')
+
+
 def test_b104_a_header_is_a_header(reports, tmp_path):
   folder, expected = reports
   for split in ('train', 'dev', 'test'):
@@ -281,6 +321,17 @@ def test_b109_without_reference_data(tmp_path):
   with pytest.raises(RowsError, match='no row has a label'):
     read('rte', write(tmp_path / 'z.tsv', RTE.replace('not_entailment', '-1')
                       .replace('entailment', '-1')), 'train')
+
+
+@pytest.mark.parametrize(('task', 'labels'), [
+    ('rte', ['entailment', '?', 'maybe']), ('stsb', ['4.5', '?', '9'])])
+def test_what_stands_for_a_label_in_rows_to_predict_stops_nothing(tmp_path, caplog, task, labels):
+  lines = [f'sentence1\tsentence2\t{glue.TASKS[task].label}', *(f'a\tb\t{x}' for x in labels), '']
+  file = write(tmp_path / 'x.tsv', '\n'.join(lines))
+  rows = read(task, file, 'test')
+  assert (len(rows), rows.labels) == (3, None)
+  [said] = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
+  assert f"{file}, line 3: label '?' is none of the task; it and 1 more" in said
 
 
 # --- Hostile files ---------------------------------------------------------------------------
@@ -376,8 +427,9 @@ def test_b107_tfds_labels_go_by_name(fake_tfds):
   test = read('mnli', 'tfds:glue/mnli', 'test_matched')
   assert test.ids == ['0', '1', '2', '3']
   assert test.labels is None
-  read('mnli', 'tfds:glue/mnli', 'diagnostic')
-  assert fake_tfds[-1] == ('ax', 'test')
+  for path in ('tfds:glue/mnli', 'tfds:glue/ax'):
+    read('mnli', path, 'diagnostic')
+    assert fake_tfds.pop() == ('ax', 'test')
   assert read('stsb', 'tfds:glue/stsb', 'dev').labels.tolist() == [4.75, 3.25, 0.5]
   with pytest.raises(RowsError, match='give tfds:glue/rte'):
     read('rte', 'tfds:glue/mnli', 'train')
@@ -470,6 +522,7 @@ def test_submissions(tmp_path):
       ('qnli', 'test'): ('QNLI.tsv', ['not_entailment', 'entailment', 'not_entailment']),
       ('mnli', 'test_matched'): ('MNLI-m.tsv', ['entailment', 'contradiction', 'entailment']),
       ('mnli', 'test_mismatched'): ('MNLI-mm.tsv', ['entailment', 'contradiction', 'entailment']),
+      ('mnli', 'diagnostic'): ('AX.tsv', ['entailment', 'contradiction', 'entailment']),
       ('mnli', 'test'): ('MNLI-test.tsv', ['entailment', 'contradiction', 'entailment']),
       ('rte', 'dev'): ('RTE-dev.tsv', ['not_entailment', 'entailment', 'not_entailment']),
   }

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import http.server
 import logging
 import os
 import pathlib
@@ -228,6 +229,64 @@ def test_slurm_is_found_out_and_no_cluster_is_said(monkeypatch):
   assert address.startswith('node3:') and (count, number, devices) == (2, 1, [0])
 
 
+@contextlib.contextmanager
+def metadata_server(**attributes):
+  """A stand-in for Google's; what a machine there knows of itself."""
+  class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+      value = attributes.get(self.path.rpartition('/')[2].replace('-', '_'))
+      self.send_response(404 if value is None else 200)
+      self.end_headers()
+      self.wfile.write((value or '').encode())
+
+    def log_message(self, *unused):
+      pass
+
+  with http.server.HTTPServer(('localhost', 0), Answer) as server:
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f'localhost:{server.server_port}'
+    server.shutdown()
+    thread.join()
+
+
+@pytest.fixture
+def on_a_tpu_vm(monkeypatch):
+  for name in [name for name in os.environ if name.startswith(('SLURM_', 'TPU_', 'MEGASCALE_'))]:
+    monkeypatch.delenv(name)
+  monkeypatch.setattr('jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm', True)
+  return monkeypatch
+
+
+def test_a_cloud_tpu_pod_is_found_out(on_a_tpu_vm):
+  with metadata_server(agent_worker_number='1', tpu_env="MEGASCALE_NUM_SLICES: ''",
+                       worker_network_endpoints='a:1:localhost,b:2:10.0.0.2') as address:
+    on_a_tpu_vm.setenv('GCE_METADATA_IP', address)
+    found = hosts._found_out(None, None, None, 5)
+  assert found[0].startswith('localhost:') and found[1:3] == (2, 1)
+
+
+@pytest.mark.parametrize('slices, count, number', [
+    ({'NUM_SLICES': '', 'SLICE_ID': '', 'COORDINATOR_ADDRESS': ''}, 2, 1),
+    ({'NUM_SLICES': '3', 'SLICE_ID': '2', 'COORDINATOR_ADDRESS': 'localhost:8080'}, 6, 5)])
+def test_slices_of_gke_are_found_out(on_a_tpu_vm, slices, count, number):
+  on_a_tpu_vm.setenv('TPU_WORKER_HOSTNAMES', 'localhost,host-1')
+  on_a_tpu_vm.setenv('TPU_WORKER_ID', '1')
+  on_a_tpu_vm.setenv('TPU_SKIP_MDS_QUERY', '1')
+  with metadata_server(tpu_env='') as address:
+    on_a_tpu_vm.setenv('GCE_METADATA_IP', address)
+    for name, value in slices.items():
+      on_a_tpu_vm.setenv(f'MEGASCALE_{name}', value)
+    found = hosts._found_out(None, None, None, 5)
+  assert found[0].startswith('localhost:') and found[1:3] == (count, number)
+
+
+def test_a_metadata_server_that_is_not_there_is_told_in_words(on_a_tpu_vm):
+  on_a_tpu_vm.setenv('GCE_METADATA_IP', f'localhost:{free_port()}')
+  with pytest.raises(hosts.HostError, match='--distributed: .*refused'):
+    hosts._found_out(None, None, None, 5)
+
+
 def test_one_process_needs_no_other(tmp_path):
   assert hosts.start(None, None, None, find_out=False, timeout=1) is None
   roll_call.RollCall(f'localhost:{free_port()}', 1, 0).meet(1)
@@ -236,6 +295,21 @@ def test_one_process_needs_no_other(tmp_path):
 
 
 # --- All of the data, whatever the number of files and processes ---------------------------------
+
+SHARES = np.array([0, 1]), np.array([2, 3])  # of a batch of four rows in two processes
+SCATTERED = pathlib.Path(__file__).parent / 'scattered_rows.py'
+
+
+@pytest.mark.slow
+def test_devices_of_a_host_may_lie_anywhere_in_the_mesh():
+  """As in a TPU's; a CPU's own order would hide it. See scattered_rows.py."""
+  port = free_port()
+  names = os.environ | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT),
+                        'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
+  both = [subprocess.Popen([sys.executable, SCATTERED, str(port), str(number)], env=names,
+                           stderr=subprocess.PIPE, text=True) for number in range(2)]
+  codes, texts = ends(both)
+  assert codes == [0, 0], texts
 
 
 @pytest.mark.parametrize('count, num_shards', [(9, 1), (9, 3), (2, 3)])  # 2 in 3: one is empty
@@ -246,15 +320,15 @@ def test_b080_b082_few_or_uneven_shards_give_each_example_to_one_process(count, 
       split, small_corpora.TinyVocabulary(),
       pretrain.PretrainSettings(seq_length=32, next_sentence='none'), **more)
   stream = of(heldout=True)
-  both = [list(pipeline.heldout_batches(stream, 4, number, 2)) for number in range(2)]
+  both = [list(pipeline.heldout_batches(stream, 4, own)) for own in SHARES]
   assert len(both[0]) == len(both[1]) == -(-stream.num_examples // 4)
   rows = [row.tobytes() for share in both for batch in share for row in
           small_corpora.originals(batch) if (row != 1).any()]
   everything = small_corpora.originals(stream.batch(np.arange(stream.num_examples)))
   assert sorted(rows) == sorted(row.tobytes() for row in everything)
   # Training: the same number of steps for both, whatever there is to read.
-  for number in range(2):
-    assert len(list(pipeline.batches(of(), 4, 0, 11, number, 2))) == 11
+  for own in SHARES:
+    assert len(list(pipeline.batches(of(), 4, 0, 11, own))) == 11
 
 
 def test_b081_all_processes_take_the_same_length_at_each_step():
@@ -262,7 +336,7 @@ def test_b081_all_processes_take_the_same_length_at_each_step():
   tokens = {name: [np.full(length, 7, np.int32) for length in lengths]
             for name in ('input_ids', 'token_type_ids', 'attention_mask')}
   made = Examples(tokens, {'labels': np.arange(90, dtype=np.int32)})
-  both = [EpochBatches(made, (32, 128), 4, 5, number, 2).batches(0, 50) for number in range(2)]
+  both = [EpochBatches(made, (32, 128), 4, 5, own).batches(0, 50) for own in SHARES]
   shapes = [[batch['input_ids'].shape for batch in batches] for batches in both]
   assert shapes[0] == shapes[1] and set(shapes[0]) == {(2, 32), (2, 128)}
 
@@ -301,10 +375,10 @@ def start(home, workdir, *more) -> subprocess.Popen:
                           stderr=subprocess.PIPE, text=True)
 
 
-def start_two(home, *workdirs) -> list[subprocess.Popen]:
+def start_two(home, *workdirs, more=()) -> list[subprocess.Popen]:
   address = f'localhost:{free_port()}'
   return [start(home, workdirs[number % len(workdirs)], f'--coordinator_address={address}',
-                '--num_processes=2', f'--process_id={number}', '--init_timeout=40')
+                '--num_processes=2', f'--process_id={number}', '--init_timeout=40', *more)
           for number in range(2)]
 
 
@@ -388,6 +462,16 @@ def test_b086_different_workdirs_are_refused_on_all_processes_before_step_1(home
   for text in texts:
     assert 'not there for process(es) 1 of 2' in text and 'Traceback' not in text
   assert not list((tmp_path / 'here').iterdir()) and not (tmp_path / 'there').exists()
+
+
+@pytest.mark.slow
+def test_processes_may_share_rows_where_the_model_axis_runs_across_them(home, whole, tmp_path):
+  codes, texts = ends(start_two(home, tmp_path, more=['--config.mesh.model=2']))
+  assert codes == [0, 0], texts
+  assert "'model': 2" in texts[0]
+  ours, theirs = (checkpoint.leaves(checkpoint.restore_params(w)) for w in (tmp_path, whole))
+  for name in ours:
+    np.testing.assert_allclose(ours[name], theirs[name], atol=2e-3, err_msg=name)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The launch scripts: clean bash, and what they ask of a stand-in for gcloud that records it."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -19,9 +20,10 @@ PLACE = ['--name', 'bert', '--zone', 'us-west4-a']
 TRAINING = ['--', '--config=configs/large.py', '--workdir=gs://bucket/large']
 
 # Records its arguments as a line of JSON, then answers by the first rule of which all words occur
-# among them: the next of its outputs, the last one for ever; '!3 text' is exit code 3 and an error.
+# among them: the next of its outputs, the last one for ever; '!3 text' is exit code 3 and an error,
+# 'hang' never ends.
 STAND_IN = '''#!{python}
-import json, pathlib, sys
+import json, pathlib, sys, time
 home = pathlib.Path({home!r})
 with open(home / 'calls', 'a', encoding='utf-8') as file:
   file.write(json.dumps(sys.argv[1:]) + chr(10))
@@ -32,6 +34,8 @@ for number, (rule, outputs) in enumerate(json.loads((home / 'answers').read_text
     turn = int(counter.read_text()) if counter.exists() else 0
     counter.write_text(str(turn + 1))
     answer = outputs[min(turn, len(outputs) - 1)]
+    if answer == 'hang':
+      time.sleep(3600)
     if answer.startswith('!'):
       code, _, text = answer[1:].partition(' ')
       print(text, file=sys.stderr)
@@ -58,10 +62,14 @@ class Cloud:
   def answer(self, rules: dict[str, list[str]]) -> None:
     (self.home / 'answers').write_text(json.dumps(list(rules.items())), encoding='utf-8')
 
+  @property
+  def environment(self) -> dict[str, str]:
+    return {**os.environ, 'PATH': f'{self.home}:{os.environ["PATH"]}'}
+
   def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [LAUNCH / script, *arguments], text=True, capture_output=True, timeout=120, check=False,
-        env={**os.environ, 'PATH': f'{self.home}:{os.environ["PATH"]}'})
+        env=self.environment)
 
   def calls(self, *words: str) -> list[list[str]]:
     """The recorded argument lists that have all these arguments."""
@@ -128,8 +136,7 @@ def test_a_dry_run_reads_back_as_the_same_arguments(cloud):
   arguments = [*PLACE, '--project', "it's my project", '--type', 'v4-8', '--spot']
   shown = cloud.run('tpu_create.sh', '--dry-run', *arguments).stdout
   assert cloud.run('tpu_create.sh', *arguments).returncode == 0
-  again = subprocess.run(['bash', '-c', shown], check=True,
-                         env={**os.environ, 'PATH': f'{cloud.home}:{os.environ["PATH"]}'})
+  again = subprocess.run(['bash', '-c', shown], check=True, env=cloud.environment)
   first, second = cloud.calls()
   assert again.returncode == 0 and first == second
   assert "--project=it's my project" in first
@@ -195,6 +202,17 @@ def test_the_gpu_check_asks_bench_for_what_there_is(cloud):
   assert len(commands) == 4
 
 
+@pytest.mark.parametrize('script', ['tpu_run.sh', 'gpu_run.sh'])
+def test_the_code_of_a_run_that_is_at_work_is_not_replaced(cloud, script):
+  cloud.answer({'ssh supervise.sh --check': ['!1 a run is at work']})
+  done = cloud.run(script, *DRY_RUNS[script])
+  assert done.returncode == 1 and 'a run is at work' in done.stderr
+  assert len(cloud.calls('ssh')) == 1 and not cloud.calls('scp')
+  cloud.answer({})
+  assert cloud.run(script, *DRY_RUNS[script]).returncode == 0
+  assert len(cloud.calls('scp')) == 1
+
+
 def watch(cloud, *more, **answers) -> subprocess.CompletedProcess:
   """tpu_watch.sh, with the node's states and what the hosts say of the training."""
   missing = '!1 NOT_FOUND: no such resource'
@@ -204,6 +222,9 @@ def watch(cloud, *more, **answers) -> subprocess.CompletedProcess:
       'tpu-vm ssh exit_code': answers.get('training', ['0']),
       'tpu-vm ssh tail': ['the last lines of the log'],
       'tpu-vm ssh nohup': answers.get('start', ['']),
+      'tpu-vm scp': answers.get('scp', ['']),
+      'queued-resources create': answers.get('create', ['']),
+      'queued-resources delete': answers.get('delete', ['']),
   })
   return cloud.run('tpu_watch.sh', *PLACE, '--type=v5litepod-16', '--spot', '--poll=0', *more,
                    *TRAINING)
@@ -251,7 +272,33 @@ def test_stopped_after_a_save_is_started_again_and_no_machine_is_made(cloud):
   assert done.returncode == 0 and counts(cloud) == (0, 1, 1)
 
 
-@pytest.mark.parametrize('hosts, code', [('1', 1), ('75\n2\n1', 2), ('1\n75', 1)])
+@pytest.mark.parametrize('hosts', ['75\n137', '134\n75', '75'])
+def test_a_lost_process_is_started_again_on_all_hosts_once_no_machine_is_gone(cloud, hosts):
+  done = watch(cloud, training=['running', hosts, hosts, 'running', '0'])
+  assert done.returncode == 0, done.stderr
+  assert counts(cloud) == (0, 1, 1)
+  start = next(call for call in cloud.calls('ssh') if any('nohup' in word for word in call))
+  assert '--worker=all' in start
+
+
+@pytest.mark.parametrize('hosts', ['143\n2', '2\n143', '2\nnone', '1\n143'])
+def test_what_waited_in_vain_for_a_stopped_host_is_started_again_with_it(cloud, hosts):
+  """A signal to one host: its supervisor ends, the others' start again and lack a process."""
+  done = watch(cloud, training=['running', '143\nrunning', hosts, 'running', '0'])
+  assert done.returncode == 0, done.stderr
+  assert counts(cloud) == (0, 1, 1)
+
+
+@pytest.mark.parametrize('hosts, code', [('75\n137', 137), ('143\n2', 143), ('2\nnone', 1)])
+def test_restarts_have_a_limit_after_which_all_is_cleaned_up(cloud, hosts, code):
+  done = watch(cloud, '--max_restarts=1', training=['none', hosts])  # the first start is none
+  assert done.returncode == code and ' 1 restarts were made' in done.stderr
+  assert 'the last lines of the log' in done.stdout + done.stderr
+  assert counts(cloud) == (0, 1, 2)
+
+
+@pytest.mark.parametrize('hosts, code', [
+    ('1', 1), ('75\n2\n1', 2), ('1\n75', 1), ('134\n1', 1), ('137\n2\n75', 2)])
 def test_an_error_of_the_training_ends_the_watch_with_its_code(cloud, hosts, code):
   done = watch(cloud, training=['running', hosts])
   assert done.returncode == code
@@ -272,6 +319,48 @@ def test_b131_gcloud_that_keeps_failing_ends_the_watch_with_its_code(cloud):
   assert watch(cloud, training=['!255 connection lost', 'none', '0']).returncode == 0
 
 
+def test_b131_machines_that_cannot_be_made_or_deleted_are_tried_again(cloud):
+  done = watch(cloud, node=['PREEMPTED', 'PREEMPTED', '!1 NOT_FOUND', 'READY'],
+               create=['!1 UNAVAILABLE', ''], delete=['!1 DEADLINE', '', '!1 DEADLINE', ''])
+  assert done.returncode == 0, done.stderr
+  assert counts(cloud) == (2, 4, 0)
+  assert done.stderr.count('gcloud failed with exit code 1, ') == 2
+  assert 'deletion failed with exit code 1: trying again' in done.stderr
+
+
+@pytest.mark.parametrize('answers', [
+    {'node': ['!1 NOT_FOUND'], 'create': ['!7 no quota']},
+    {'node': ['PREEMPTED'], 'delete': ['!7 no permission']},
+    {'node': ['READY'], 'training': ['0'], 'delete': ['!7 no permission']},
+])
+def test_b131_machines_that_can_never_be_made_or_deleted_end_the_watch_in_words(cloud, answers):
+  done = watch(cloud, **answers)
+  assert done.returncode == 7 and ', and cost' in done.stderr
+  assert counts(cloud) in ((5, 0, 0), (0, 5, 0))
+
+
+def test_b131_a_client_that_freezes_is_given_up(cloud):
+  done = watch(cloud, '--timeout=6', training=['none', 'none', '0'], scp=['hang', ''])
+  assert done.returncode == 0, done.stderr
+  assert re.search('No end within 6 s: .*tpu_run.sh', done.stderr)
+  assert 'exit code 124, 1 of at most 5' in done.stderr
+  assert len(cloud.calls('scp')) == 2 and counts(cloud) == (0, 1, 1)
+
+
+@pytest.mark.parametrize('rule, word', [('tpu-vm describe', 'describe'), ('tpu-vm scp', 'scp')])
+def test_ctrl_c_ends_the_watch_while_it_waits_for_gcloud_and_deletes_nothing(cloud, rule, word):
+  cloud.answer({rule: ['hang'], 'describe': ['READY'], 'tpu-vm ssh exit_code': ['none']})
+  process = subprocess.Popen(
+      [LAUNCH / 'tpu_watch.sh', *PLACE, '--type=v4-8', '--poll=0', *TRAINING],
+      env=cloud.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+  while not cloud.calls(word):
+    time.sleep(0.05)
+  os.killpg(process.pid, signal.SIGINT)
+  process.communicate(timeout=60)  # without the frozen client, which would hold the pipes
+  assert process.returncode in (130, -signal.SIGINT)
+  assert not cloud.calls('delete')
+
+
 def test_machines_are_kept_if_asked(cloud):
   done = watch(cloud, '--keep')
   assert done.returncode == 0 and counts(cloud) == (0, 0, 0)
@@ -288,6 +377,31 @@ def test_the_jobset_holds_the_arguments_and_spot_only_if_asked(cloud):
   wrong = cloud.run('gke_jobset.sh', '--dry-run', '--image=a b', *DRY_RUNS['gke_jobset.sh'][4:],
                     '--name=x')
   assert wrong.returncode == 2
+  for text, cache in ((plain, None), (
+      cloud.run('gke_jobset.sh', '--cache=gs://bucket/cache', *command).stdout,
+      'gs://bucket/cache')):
+    assert ('JAX_COMPILATION_CACHE_DIR' in text) == (f'value: "{cache}"' in text) == bool(cache)
+    assert not re.search('#cache|@cache@', text)
+
+
+def test_the_image_gets_the_package_and_no_history_or_workdirs(tmp_path):
+  lines = (LAUNCH.parent / '.dockerignore').read_text(encoding='utf-8').splitlines()
+  rules = [line for line in lines if not line.startswith('#')]
+  assert rules[0] == '*'  # what comes later is an exception to it
+  kept = [rule.removeprefix('!') for rule in rules if rule.startswith('!')]
+  for name in kept:
+    source = LAUNCH.parent / name
+    if source.is_dir():
+      shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns('__pycache__'))
+    else:
+      shutil.copy(source, tmp_path / name)
+  shown = subprocess.run(
+      [sys.executable, '-W', 'ignore', 'setup.py', '--name'], cwd=tmp_path, text=True,
+      capture_output=True, check=True).stdout
+  assert shown.strip() == 'bertjax'
+  for needed in ('launch/env.sh', 'configs/large.py', 'bertjax/main.py', 'pyproject.toml'):
+    assert (tmp_path / needed).is_file()
+  assert not {'.git', 'runs', 'tests'} & set(kept)
 
 
 # --- On the machines -----------------------------------------------------------------------------
@@ -330,6 +444,80 @@ def test_a_signal_is_passed_on_and_awaited_and_one_run_at_a_time(tmp_path):
   process.communicate(timeout=60)
   assert process.returncode == 143
   assert (tmp_path / 'runs').read_text().count('run') == 1
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_process_group_is_one_request_to_save(tmp_path, number):
+  """As a shutdown or Ctrl-C sends it: Python gets it twice, the second time by the supervisor."""
+  script = tmp_path / 'train.py'
+  script.write_text(f'''
+import pathlib, sys, time
+from bertjax import stop
+with stop.StopRequest() as request:
+  print('up', flush=True)
+  while not request.due(0):
+    time.sleep(0.02)
+  time.sleep(0.5)  # the second signal comes during the save
+  pathlib.Path({str(tmp_path / 'saved')!r}).touch()
+sys.exit(stop.SAVED)
+''', encoding='utf-8')
+  process = supervise(tmp_path, f'exec {sys.executable} {script}', start_new_session=True,
+                      env={**os.environ, 'PYTHONPATH': str(LAUNCH.parent)})
+  log = tmp_path / 'state' / 'log'
+  while not (log.exists() and 'up' in log.read_text()):
+    time.sleep(0.05)
+  os.killpg(process.pid, number)
+  process.communicate(timeout=60)
+  assert (tmp_path / 'saved').exists(), log.read_text()
+  assert process.returncode == 143
+  assert (tmp_path / 'runs').read_text().count('run') == 1
+
+
+def test_an_installation_replaces_the_commit_before_and_keeps_workdirs(cloud, tmp_path):
+  """What ssh would run there, run here: check and installation, over an earlier commit."""
+  assert cloud.run('tpu_run.sh', *DRY_RUNS['tpu_run.sh']).returncode == 0
+  check, install = (next(word.removeprefix('--command=') for word in call if '--command=' in word)
+                    for call in cloud.calls('ssh')[:2])
+  host, commit = tmp_path / 'host', tmp_path / 'commit' / 'bertjax'
+  host.mkdir()
+  for stand_in in (host / 'python3', host / '.local' / 'bin' / 'uv'):  # they install nothing
+    stand_in.parent.mkdir(parents=True, exist_ok=True)
+    stand_in.write_text('#!/bin/sh\n', encoding='utf-8')
+    stand_in.chmod(0o755)
+
+  def on_host(command):
+    return subprocess.run(
+        ['bash', '-c', command], cwd=host, text=True, capture_output=True, check=False, timeout=60,
+        env={**os.environ, 'HOME': str(host), 'PATH': f'{host}:{os.environ["PATH"]}'})
+
+  def send(*names):
+    shutil.rmtree(commit, ignore_errors=True)
+    shutil.copytree(LAUNCH, commit / 'launch')
+    for name in names:
+      (commit / name).write_text(name, encoding='utf-8')
+    subprocess.run(
+        ['tar', 'czf', host / 'bertjax.tar.gz', 'bertjax'], cwd=commit.parent, check=True)
+    done = on_host(f'set -e; {check}\n{install}')
+    assert done.returncode == 0, done.stderr
+
+  send('stays.py', 'goes away.py')
+  kept = [host / 'bertjax' / 'runs' / 'base' / 'metrics.jsonl', host / 'bertjax-venv' / 'activate']
+  for file in kept:
+    file.parent.mkdir(parents=True)
+    file.touch()
+  send('stays.py', 'new.py')
+  assert {path.name for path in (host / 'bertjax').glob('*.py')} == {'stays.py', 'new.py'}
+  assert all(file.exists() for file in kept)
+
+  run = supervise(host, 'sleep 3600', '--state', str(host / 'bertjax-run'))
+  try:
+    while not (host / 'runs').exists():
+      time.sleep(0.02)
+    refused = on_host(check)
+    assert refused.returncode == 1 and 'a run is at work' in refused.stderr
+  finally:
+    run.terminate()
+    run.communicate(timeout=60)
 
 
 def test_the_commands_that_are_sent_work_on_a_host(cloud, tmp_path):
@@ -376,6 +564,37 @@ def test_the_environment_has_flags_and_leaves_what_is_set(platform, name):
       ['bash', '-c', script], env=names, text=True, capture_output=True, check=True).stdout
   assert show(without)
   assert show({**without, name: 'mine'}) == 'mine'
+
+
+@pytest.mark.parametrize('cache, used', [('gs://bucket/cache', False), ('/tmp/cache', True)])
+def test_xla_is_not_asked_to_keep_kernels_in_a_bucket(cache, used):
+  """JAX derives the folder from its own, and XLA, which reads local ones only, would fail."""
+  program = ('from jax._src import compiler; options = compiler.get_compile_options(1, 1); '
+             'flags = options.executable_build_options.debug_options; '
+             'print(flags.xla_gpu_per_fusion_autotune_cache_dir)')
+  shown = subprocess.run(
+      ['bash', '-c', f'source {LAUNCH}/env.sh gpu; exec {sys.executable} -c "{program}"'],
+      env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_COMPILATION_CACHE_DIR': cache}, text=True,
+      capture_output=True, check=True).stdout
+  assert shown.strip().startswith(cache) == used, shown
+
+
+@pytest.mark.parametrize('more, known', [('', True), (' --xla_tpu_no_such_flag=true', False)])
+def test_every_flag_for_tpus_is_known_to_this_libtpu(more, known):
+  """An unknown one ends the process, when the TPU is opened or compiled for."""
+  if importlib.util.find_spec('libtpu') is None:
+    pytest.skip("no libtpu: pip install -e '.[tpu]'")
+  program = ("from bertjax.tools import aot_chips; aot_chips.prepare('v5e:2x2'); "
+             "from jax.experimental import topologies; "
+             "topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x2')")
+  names = {**os.environ, 'MORE': more}
+  names.pop('LIBTPU_INIT_ARGS', None)
+  done = subprocess.run(
+      ['bash', '-c', f'source {LAUNCH}/env.sh tpu; export LIBTPU_INIT_ARGS+=$MORE; '
+       f'exec {sys.executable} -c "{program}"'],
+      env=names, cwd=LAUNCH.parent, text=True, capture_output=True, check=False)
+  assert (done.returncode == 0) == known, done.stderr
+  assert ('no_such_flag' in done.stderr) != known
 
 
 def test_every_flag_for_gpus_is_known_to_this_jax():

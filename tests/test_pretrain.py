@@ -161,9 +161,10 @@ def test_every_setting_and_seed_matters():
 @pytest.mark.parametrize('count', [1, 2, 4, 8])
 def test_any_number_of_processes_makes_the_same_global_batches(count):
   whole = list(pipeline.batches(stream_of(), 16, 3, 4))
-  shares = [list(pipeline.batches(stream_of(), 16, 3, 4, i, count)) for i in range(count)]
-  for step in range(4):
-    same(whole[step], joined(share[step] for share in shares))
+  for number in range(count):
+    own = np.arange(number, 16, count)  # scattered, as on a TPU
+    for batch, share in zip(whole, pipeline.batches(stream_of(), 16, 3, 4, own), strict=True):
+      same({name: rows[own] for name, rows in batch.items()}, share)
 
 
 def test_b075_resuming_is_a_seek_with_the_same_examples_and_masks():
@@ -223,11 +224,6 @@ def test_batches_have_static_shapes_and_the_right_examples():
     same(batch, stream.batch(np.arange(step * 12, step * 12 + 12)))
 
 
-def test_batch_size_must_divide():
-  with pytest.raises(ValueError, match='not divisible by the 8 processes; try 104'):
-    pipeline.batches(stream_of(), 100, 0, 1, 0, 8)
-
-
 @pytest.mark.slow
 def test_a_process_that_leaves_its_pipeline_running_exits(tmp_path):
   """The pipeline's thread calls Python: it must not keep a finished interpreter alive."""
@@ -266,14 +262,13 @@ def test_b132_every_heldout_example_counts_once(batch_size):
 
 def test_b132_processes_share_the_heldout_batches():
   whole = list(pipeline.heldout_batches(stream_of(heldout=True, max_examples=13), 8))
+  assert len(whole) == 2
   for count in (2, 8):
-    shares = [
-        list(pipeline.heldout_batches(stream_of(heldout=True, max_examples=13), 8, i, count))
-        for i in range(count)
-    ]
-    assert {len(share) for share in shares} == {2}
-    for step in range(2):
-      same(whole[step], joined(share[step] for share in shares))
+    for number in range(count):
+      own = np.arange(number, 8, count)  # scattered, as on a TPU; some have fillers only
+      shares = pipeline.heldout_batches(stream_of(heldout=True, max_examples=13), 8, own)
+      for batch, share in zip(whole, shares, strict=True):
+        same({name: rows[own] for name, rows in batch.items()}, share)
 
 
 def test_b133_one_example_is_one_batch():

@@ -112,7 +112,7 @@ def test_what_is_chosen_and_why(here, sizes, why):
 
 
 @pytest.mark.parametrize('changes', [
-    {'rows': (2,), 'slices': 4}, {'rows': (2,), 'processes': 4}, {'rows': (1,), 'heads': 12}])
+    {'rows': (2,), 'slices': 4}, {'rows': (1,), 'heads': 12}])
 def test_a_batch_that_cannot_be_spread_is_refused_with_the_mend(changes):
   here = dataclasses.replace(Situation(**V5E, state_bytes=GIB, rows=(16,)), **changes)
   with pytest.raises(MeshError, match='take a batch_size / accumulate of 16, or fewer devices'):

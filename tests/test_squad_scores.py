@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from small_squad import BRIDGE, entry, question, write
 
 from bertjax.data import squad
-from bertjax.evals import squad_scores
+from bertjax.evals import squad_answers, squad_scores
+from bertjax.finetune import squad as finetune_squad
 
 
 def official(golden):
@@ -237,6 +238,17 @@ def test_published_v1_predictions(shared):
   assert found == {
       'exact_match': 74.87394957983193, 'f1': 86.32474793700983, 'total': 1190, 'missing': 0
   }
+
+
+@pytest.mark.parametrize('version', [1, 2])
+def test_every_score_of_training_has_its_baseline_and_may_pick_the_best(version):
+  asked = [question('q', BRIDGE, '1911'), *[question('no', BRIDGE)] * (version == 2)]
+  texts = dict.fromkeys(('q', 'no'), '1911')
+  found = squad_answers.Answers(texts, {}, {'q': -1.0, 'no': 2.0}, texts)
+  scored = finetune_squad._scores(asked, found, version, 0.0)
+  baseline = finetune_squad._baseline(asked, version)
+  assert set(baseline) == {name for name in scored if not name.endswith('_thresh')}
+  assert version == 1 or (baseline['best_exact'], baseline['best_f1'], baseline['f1']) == (50,) * 3
 
 
 def command(tmp_path, predictions, *options, odds=None):

@@ -13,7 +13,8 @@ from bertjax import stop
 SCRIPT = '''
 import os, signal, sys
 from bertjax import stop
-with stop.StopRequest():
+times = iter([0.0, 3.0])
+with stop.StopRequest(lambda: next(times)):
   for number in sys.argv[1:]:
     os.kill(os.getpid(), int(number))
 print('went on')
@@ -45,18 +46,31 @@ def test_each_request_begins_unasked():
     assert not request.noticed
 
 
+def test_signals_that_come_together_are_one_request(monkeypatch):
+  """A process group's signal comes once directly, and once from the supervisor."""
+  ended = []
+  monkeypatch.setattr(os, '_exit', ended.append)
+  times = iter([50.0, 50.01, 52.9, 53.0])
+  with stop.StopRequest(lambda: next(times)) as request:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+      os.kill(os.getpid(), number)
+    assert request.noticed and not ended
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert ended == [1]
+
+
 @pytest.mark.parametrize(('signals', 'code', 'out'), [
     ([signal.SIGTERM], 0, 'went on\n'),
     # Not 143: nothing says that a save was finished.
     ([signal.SIGTERM, signal.SIGTERM], 1, ''),
     ([signal.SIGINT, signal.SIGTERM], 1, ''),
 ])
-def test_b129_a_second_signal_ends_the_process_at_once(signals, code, out):
+def test_b129_a_second_signal_later_ends_the_process_at_once(signals, code, out):
   done = subprocess.run(
       [sys.executable, '-c', SCRIPT, *(str(int(number)) for number in signals)], text=True,
       capture_output=True, cwd=pathlib.Path(__file__).parents[1], timeout=300, check=False)
   assert (done.returncode, done.stdout) == (code, out), done.stderr
-  assert 'saving after this step, then stopping; once more ends at once' in done.stderr
+  assert 'saving after this step, then stopping; once more after 3 s ends at once' in done.stderr
 
 
 def test_the_exit_code_says_restart_me():

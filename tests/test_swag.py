@@ -105,6 +105,28 @@ def test_empty_ending_is_kept_with_one_warning(tmp_path, caplog):
   assert '2 of 3 rows have an empty ending, the first in line 4' in warning.getMessage()
 
 
+def test_a_field_may_be_a_long_document(tmp_path):
+  csv.field_size_limit(131_072)  # Python's own, whatever was read before
+  text = 'It rains.\n' * 20_000
+  assert swag.read(written(tmp_path, as_csv([*ROW[:4], text, *ROW[5:]]))).first == [text]
+
+
+@pytest.mark.parametrize(('text', 'first'), [
+    (as_csv([*ROW[:-1], '-1'], [*ROW[:-1], '?']), "line 2: label '-1'"),
+    (as_csv(ROW, [*ROW[:-1], 'gold'], [*ROW[:-1], '-1'], [*ROW[:-1], '']), "line 4: label 'gold'"),
+    (changed() + changed(label=[1]) + changed(label=-1), "line 2: label '[1]'"),
+    (as_csv(ROW, [*ROW[:-1], '']), None),
+])
+def test_what_stands_for_a_label_in_rows_to_predict_stops_nothing(tmp_path, caplog, text, first):
+  path = written(tmp_path, text)
+  rows = swag.read(path, labelled=False)
+  assert len(rows) >= 2 and rows.labels is None
+  said = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
+  assert [f'{path}: {first} is none of 0, 1, 2 and 3; it and 1 more' in line for line in said] == (
+      [True] if first else [])
+  assert swag.read(written(tmp_path, as_csv(ROW)), labelled=False).labels.tolist() == [2]
+
+
 @pytest.mark.parametrize('content, said', [
     (b'\x89PNG\r\n\x1a\n\xff\xff', 'line 1: not UTF-8 text at byte 0'),
     (as_csv(ROW).encode() + b'8,\xe9,', 'line 4: not UTF-8'),
@@ -117,7 +139,7 @@ def test_empty_ending_is_kept_with_one_warning(tmp_path, caplog):
     (as_csv(ROW, ROW + ['x']), 'line 4: 13 fields, but the header has 12'),
     (as_csv(ROW)[:-10], 'line 2: unexpected end of data'),
     (as_csv([*ROW[:-1], '4']), "line 2: label '4'; it must be 0, 1, 2 or 3"),
-    (as_csv([*ROW[:-1], '-1']), "label '-1'"),
+    (as_csv([*ROW[:-1], '-1']), "label '-1'; it must be 0, 1, 2 or 3 (a file without labels can"),
     (as_csv([*ROW[:-1], 'gold']), "label 'gold'"),
     (as_csv(ROW, [*ROW[:-1], '']), 'line 4: no label, but other rows have one'),
     (changed() + changed()[:60], 'line 2: not JSON'),
@@ -129,8 +151,8 @@ def test_empty_ending_is_kept_with_one_warning(tmp_path, caplog):
     (changed(ctx_b=5), "'ctx_b' must be a text, and is 5"),
     (changed(ctx_a=None, ctx_b=None, ctx=None), 'none of the keys ctx_a and ctx_b'),
     (changed(label=4), "label '4'"),
-    (changed(label=True), "'label' is True"),
-    (changed(label=1.0), "'label' is 1.0"),
+    (changed(label=True), "label 'True'"),
+    (changed(label=1.0), "label '1.0'"),
 ])
 def test_hostile_files(tmp_path, content, said):
   path = written(tmp_path, content)

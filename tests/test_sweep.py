@@ -162,14 +162,14 @@ def test_a_run_that_diverges_is_a_failed_one_whatever_it_had_scored_before(
 @pytest.mark.parametrize(('metric', 'best_of'), [('accuracy', 'b'), ('loss', 'a')])
 def test_the_best_run_of_a_sweep(tmp_path, metric, best_of):
   home = epath.Path(tmp_path)
-  assert sweep.best_run(home) is None
+  assert best.best_run(home) is None
   records = [{'folder': name, 'metric': metric, 'score': score}
              for name, score in (('a', 0.2), ('b', 0.6), ('c', None))]
   (tmp_path / 'results.json').write_text(json.dumps(records), encoding='utf-8')
-  assert sweep.best_run(home) == home / best_of
+  assert best.best_run(home) == home / best_of
   records = [{'folder': '', 'metric': metric, 'score': 0.5}]  # a single run, no sweep
   (tmp_path / 'results.json').write_text(json.dumps(records), encoding='utf-8')
-  assert sweep.best_run(home) is None
+  assert best.best_run(home) is None
 
 
 def test_one_run_has_results_but_no_table(trained, tmp_path, capsys):

@@ -132,6 +132,7 @@ def test_label_list():
     ('a\tO\n\nb\t\n', 'line 3: no tag'),
     ('a\tO\nb\tX\n', "line 2: tag 'X' is none of O, B-TYPE and I-TYPE"),
     ('a\tS-PER\n', "tag 'S-PER'"), ('a\tB-\n', "tag 'B-'"), ('a\to\n', "tag 'o'"),
+    ('river NN\n', 'a file whose columns hold no tags, set data.test_has_tags=False'),
     ('{"tokens": ["a"], "tags": ["O"]}\n', "tag '[\"O\"]}'"),
 ])
 def test_hostile_files(tmp_path, content, said):

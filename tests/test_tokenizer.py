@@ -137,6 +137,38 @@ class TestLoadErrors:
     with pytest.raises(TokenizerError, match='not JSON'):
       load(tmp_path)
 
+  @pytest.mark.parametrize('values, said', [
+    ({'word_tokenizer_type': 'mecab'}, "word_tokenizer_type='mecab'"),
+    ({'subword_tokenizer_type': 'character'}, "subword_tokenizer_type='character'"),
+    ({'do_basic_tokenize': False}, 'do_basic_tokenize=False'),
+    ({'tokenizer_class': 'BertJapaneseTokenizer'}, "tokenizer_class='BertJapaneseTokenizer'"),
+    ({'tokenizer_class': 7}, 'tokenizer_class=7'),
+  ])
+  def test_rules_that_are_not_ours(self, tmp_path, values, said):
+    path = vocabulary(tmp_path, ['a'])
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(values), encoding='utf-8')
+    with pytest.raises(TokenizerError, match=f'tokenizer_config.json says {said}; .*full path'):
+      load(tmp_path)
+    assert load(path).vocab_size == 6  # who names the file wants our rules
+
+  @pytest.mark.parametrize('values', [
+    {'word_tokenizer_type': 'basic', 'subword_tokenizer_type': 'wordpiece'},
+    {'do_basic_tokenize': True, 'tokenizer_class': 'DistilBertTokenizerFast'},
+    {'do_basic_tokenize': None, 'tokenizer_class': None, 'word_tokenizer_type': None},
+  ])
+  def test_rules_that_are_ours_in_other_words(self, tmp_path, values):
+    vocabulary(tmp_path, ['a'])
+    config = json.dumps({'do_lower_case': False, **values})
+    # Windows may put a byte order mark before it.
+    (tmp_path / 'tokenizer_config.json').write_text(config, encoding='utf-8-sig')
+    assert load(tmp_path).switches['lowercase'] is False
+
+  def test_a_config_that_is_no_object(self, tmp_path):
+    vocabulary(tmp_path, ['a'])
+    (tmp_path / 'tokenizer_config.json').write_text('[]', encoding='utf-8')
+    with pytest.raises(TokenizerError, match='tokenizer_config.json: holds list'):
+      load(tmp_path)
+
   def test_unknown_switch(self, tmp_path):
     with pytest.raises(TypeError, match='no switch lower_case'):
       load(vocabulary(tmp_path, ['a']), lower_case=True)

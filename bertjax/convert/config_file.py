@@ -33,7 +33,7 @@ def read(path: epath.Path) -> dict[str, Any]:
   if not path.exists():
     raise ConversionError(f'{path}: no such file; a checkpoint must have its sizes beside it')
   try:
-    values = json.loads(path.read_text(encoding='utf-8'))
+    values = json.loads(path.read_bytes().decode('utf-8-sig'))  # Windows may put a mark before it
   except ValueError as error:  # UnicodeDecodeError is one
     raise ConversionError(f'{path}: not JSON: {error}') from None
   if not isinstance(values, dict):

@@ -38,20 +38,24 @@ _SPELLINGS = (
     (re.compile(r'^cls\.predictions\.decoder\.bias$'), 'cls.predictions.bias'),
     (re.compile(r'^cls\.predictions\.decoder\.weight$'), 'bert.embeddings.word_embeddings.weight'),
 )
+_DECODER = 'cls.predictions.decoder.'
 _BUFFERS = re.compile(r'(^|\.)embeddings\.(position_ids|token_type_ids)$')
 _TASK_FACTS = 'bertjax'  # our key in config.json; others leave keys alone that they do not know
 
 
-def read(path: epath.PathLike, hidden_act: str | None = None) -> Source:
+def read(path: epath.PathLike, hidden_act: str | None = None, head: str = 'auto',
+         labels: list[str] | None = None) -> Source:
   """Reads a directory; see the module's top for what it may hold.
 
   Args:
     path: the directory.
     hidden_act: an activation of ours to take whatever config.json says.
+    head: the kind of head that is wanted; 'auto' is what is there. Another head is not judged.
+    labels: names of the outputs to take whatever config.json says.
 
   Raises:
-    ConversionError: another kind of model, damaged files, or two copies of one variable that
-      differ.
+    ConversionError: another kind of model, damaged files, two copies of one variable that differ,
+      or labels that are not those of the outputs.
   """
   folder = epath.Path(path).expanduser()
   if not folder.is_dir():
@@ -63,9 +67,12 @@ def read(path: epath.PathLike, hidden_act: str | None = None) -> Source:
   stored, file = _read_weights(folder)
   tensors, skipped = _present_names(stored, file)
   kind = _kind(values, tensors)
+  wanted = kind if head == 'auto' else head  # what is wrong with another head stops nobody
+  if 'masked_lm' in names.GROUPS[wanted]:
+    _check_tied(tensors, file)
   return Source(
       path=str(file), folder=folder, style=names.HUGGING_FACE, config=config, tensors=tensors,
-      kind=kind, labels=_labels(values, tensors, kind, folder / 'config.json'),
+      kind=kind, labels=labels or _labels(values, tensors, wanted, folder / 'config.json'),
       facts=_facts(values, tensors, kind), skipped=skipped)
 
 
@@ -115,11 +122,15 @@ def _read_file(file: epath.Path) -> Tensors:
 
 
 def _present_names(stored: Tensors, file: epath.Path) -> tuple[Tensors, dict[str, list[str]]]:
-  """Present-day names with the prefix `bert.`, one array for each; and what was left aside."""
+  """Present-day names with the prefix `bert.`, one array for each; and what was left aside.
+
+  A decoder that differs from what it is tied to in BERT keeps its own name.
+  """
   prefix = '' if any(name.startswith('bert.') for name in stored) else 'bert.'
   tensors: Tensors = {}
   skipped: dict[str, list[str]] = {}
-  for given, array in stored.items():
+  # The decoder last, so that it is the one that differs.
+  for given, array in sorted(stored.items(), key=lambda item: item[0].startswith(_DECODER)):
     if _BUFFERS.search(given):
       skipped.setdefault('buffers, not parameters', []).append(given)
       continue
@@ -130,11 +141,24 @@ def _present_names(stored: Tensors, file: epath.Path) -> tuple[Tensors, dict[str
     if name not in tensors:
       tensors[name] = array
       continue
-    if tensors[name].shape != array.shape or not np.array_equal(tensors[name], array):
+    if tensors[name].shape == array.shape and np.array_equal(tensors[name], array):
+      skipped.setdefault('equal copies', []).append(given)
+    elif given.startswith(_DECODER):
+      tensors[given] = array
+    else:
       raise ConversionError(f'{file}: {given} differs from another copy of {name}; bertjax keeps '
-                            'one parameter for both (tied)')
-    skipped.setdefault('equal copies', []).append(given)
+                            'one parameter for both')
   return tensors, skipped
+
+
+def _check_tied(tensors: Tensors, file: epath.Path):
+  """Refuses a masked-LM head with an output matrix or bias of its own."""
+  for pattern, name in _SPELLINGS:
+    given = next((given for given in tensors if pattern.search(given)), None)
+    if given:
+      raise ConversionError(f'{file}: {given} differs from another copy of {name}; bertjax keeps '
+                            'one parameter for both (tied): --head encoder imports the model '
+                            'without its head')
 
 
 def _kind(values: dict[str, Any], tensors: Tensors) -> str:
@@ -165,7 +189,7 @@ def _facts(values: dict[str, Any], tensors: Tensors, kind: str) -> dict[str, Any
 
 def _labels(values: dict[str, Any], tensors: Tensors, kind: str, path: epath.Path) -> list[str]:
   """The names of the classifier's outputs."""
-  if kind not in LABELLED:
+  if kind not in LABELLED or 'classifier.weight' not in tensors:
     return []
   number = len(tensors['classifier.weight'])
   stored = values.get('id2label')
@@ -173,7 +197,8 @@ def _labels(values: dict[str, Any], tensors: Tensors, kind: str, path: epath.Pat
     return [f'LABEL_{index}' for index in range(number)]
   if not isinstance(stored, dict) or set(stored) != {str(index) for index in range(number)}:
     raise ConversionError(f'{path}: id2label names {some(map(str, stored))}, but classifier.weight '
-                          f'has {number} outputs, 0 to {number - 1}')
+                          f'has {number} outputs, 0 to {number - 1}; name them with --labels, or '
+                          'import the model without its head: --head encoder')
   return [str(stored[str(index)]) for index in range(number)]
 
 

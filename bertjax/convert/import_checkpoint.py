@@ -15,6 +15,7 @@ initialises them. Exit code 2 with one message if the import stops.
 
 import argparse
 import dataclasses
+import functools
 import sys
 from typing import Any, NamedTuple
 
@@ -61,15 +62,20 @@ def load(
     labels: names of the classifier's outputs, where the checkpoint has none or others are wanted.
     dtype: of the parameters, 'float32' or 'bfloat16'.
     hidden_act: an activation of ours instead of what the config says.
-    vocab: vocabulary file or tokenizer folder, where the checkpoint has none.
+    vocab: vocabulary file or tokenizer folder instead of what lies beside the weights.
     lowercase: whether text is lower-cased, where nothing stored says so.
 
   Raises:
-    ConversionError: not a BERT, damaged, or not every parameter of the encoder is filled.
-    TokenizerError: a broken vocabulary, or casing that is unknown or contradicts.
+    ConversionError: not a BERT, damaged, not every parameter of the encoder is filled, or a head
+      that bertjax does not have.
+    TokenizerError: a broken vocabulary, one of other rules than ours, or casing that is unknown or
+      contradicts.
   """
   style, _, path = origin.partition(':')
-  readers = {names.HUGGING_FACE: hugging_face.read, names.GOOGLE: google_tf.read}
+  readers = {
+      names.HUGGING_FACE: functools.partial(hugging_face.read, head=head, labels=labels),
+      names.GOOGLE: google_tf.read,
+  }
   if style not in readers or not path:
     raise ConversionError(f'--from {origin!r}: give hf:DIR or tf:PREFIX_OR_DIR')
   source = readers[style](path, hidden_act)
@@ -94,8 +100,14 @@ def _check_vocabulary(source: Source, found: vocabulary.Found) -> None:
   """Refuses a vocabulary that is much smaller than the word table: it is another model's.
 
   A table that was padded up to a multiple of 128 at most (B121) is cut to the vocabulary.
+  Tokens that were added without rows (`resize_token_embeddings` forgotten) are refused by name.
   """
   rows, entries = source.config.vocab_size, found.tokenizer.vocab_size
+  if found.added and entries > rows:
+    raise ConversionError(
+        f'{source.path}: the word table has {rows} rows, and the vocabulary {entries} entries with '
+        f'the tokens that were added to it ({some(found.added)}); to leave those out, name a '
+        'vocab.txt without them with --vocab')
   if rows - entries >= 128:
     raise ConversionError(
         f'{source.path}: the word table has {rows} rows, and the vocabulary {entries} entries: it '
@@ -108,6 +120,9 @@ def _labels(source: Source, kind: str, asked: list[str] | None, filled: Filled) 
       raise ConversionError(f'--labels: a head of kind {kind} has no labels')
     return []
   number = filled.params['classifier']['bias'].size
+  if kind == 'regression' and number != 1:
+    raise ConversionError(f'{source.path}: a regression with {number} outputs; bertjax knows those '
+                          'of one only: --head encoder imports the model without its head')
   labels = asked or source.labels or [f'LABEL_{index}' for index in range(number)]
   if len(labels) != number or len(set(labels)) != number:
     raise ConversionError(f'{source.path}: the classifier has {number} outputs; give as many '
@@ -139,6 +154,8 @@ def _report(source: Source, kind: str, filled: Filled, dtype: str,
   if absent:
     lines.append(f'  absent   {", ".join(absent)}: not in the checkpoint, and not asked for')
   lines.append(f'  vocabulary {vocabulary.facts(found)}')
+  if found.added:
+    lines.append(f'  added    {vocabulary.added_facts(found)}')
   surplus = config.vocab_size - found.tokenizer.vocab_size
   if surplus:
     lines.append(f'  dropped  the last {surplus} of {config.vocab_size} rows of the word table: '
@@ -176,7 +193,8 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument('--hidden_act', choices=tuple(ACTIVATIONS),
                       help="activation instead of the stored one (Google's gelu is gelu_tanh here)")
   parser.add_argument('--vocab', help='vocab.txt, spiece.model, tokenizer.json or a folder with one'
-                      ' (default: beside the weights)')
+                      ' (default: beside the weights); the first two themselves are taken without '
+                      'added tokens, and for BERT\'s or ALBERT\'s whatever is said beside them')
   case = parser.add_mutually_exclusive_group()
   case.add_argument('--lowercase', action='store_true', default=None,
                     help='text is lower-cased, where nothing beside the weights says so')

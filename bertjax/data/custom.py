@@ -11,7 +11,9 @@ anything else TSV with a header and, like GLUE's, without quoting.
 Labels: `classification` has one name, `multi_label` any number of them (a list in JSON lines, names
 with a separator between them in TSV and CSV), `regression` a number, in JSON lines also as a
 string. The kind decides, not what is found (B111): a label of another kind stops the reading. An
-absent or empty label is no label, but for `multi_label` an empty one means that none applies.
+absent or empty label is no label, but for `multi_label` an empty one means that none applies. Case
+counts only where names differ in nothing else. What stands for a label in rows that are only to be
+predicted ('?', -1) stops nothing.
 """
 
 import csv
@@ -22,6 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from absl import logging
 from etils import epath
 from jaxtyping import Float, Float64, Shaped
 
@@ -112,15 +115,27 @@ def read(task: Task, path: epath.PathLike, split: str, strict: bool = False) -> 
     task: its columns, and for labelled rows its label names.
     path: .jsonl, .json, .csv, or TSV.
     split: 'train' or 'dev': rows without a label are left out; anything else, e.g. 'test': all rows
-      stay, and `labels` is None unless each has one.
+      stay, and `labels` is None unless each has one that the task knows. One warning names the
+      first that it does not know.
     strict: stop at a line of TSV or CSV with the wrong number of columns, instead of skipping it.
 
   Raises:
     RowsError: no such file, a binary or empty one, a missing column, a line that is not JSON, a
-      text that is no text, a label of another kind or of an unknown name.
+      text that is no text; in 'train' and 'dev' a label of another kind or of an unknown name.
   """
   skipped: list[int] = []
+  unknown: list[tuple[str, Any]] = []
   labelled = split.startswith(('train', 'dev'))
+
+  def label(record: Record, where: str) -> int | float | list[float] | None:
+    value = record.get(task.label)
+    try:
+      return _label(task, value, where)
+    except RowsError:
+      if labelled:
+        raise
+      unknown.append((where, value))
+      return None
 
   def rows() -> Iterator[Row]:
     for count, (line, record) in enumerate(_records(task, path, strict, skipped)):
@@ -131,10 +146,14 @@ def read(task: Task, path: epath.PathLike, split: str, strict: bool = False) -> 
           str(count + len(skipped)) if task.index is None else _id(record, task.index, where),
           _text(record, task.text_a, where),
           None if task.text_b is None else _text(record, task.text_b, where),
-          _label(task, record.get(task.label), where),
+          label(record, where),
       )
 
-  return rows_lib.collect(rows(), task.kind, labelled, str(path), skipped)
+  found = rows_lib.collect(rows(), task.kind, labelled, str(path), skipped)
+  if unknown:
+    logging.warning('%s: label %.60r is none of the task; it and %d more stand for no label, and'
+                    ' the rows are predicted, not scored', *unknown[0], len(unknown) - 1)
+  return found
 
 
 # --- Formats ---------------------------------------------------------------------------------
@@ -190,7 +209,10 @@ def _tsv_lines(file: epath.Path) -> Iterator[tuple[int, list[str]]]:
 
 def _csv_lines(file: epath.Path) -> Iterator[tuple[int, list[str]]]:
   """(line, fields); a record may run over several lines, and is known by its first."""
-  reader = csv.reader(io.StringIO(rows_lib.read_text(file), newline=''), strict=True)
+  text = rows_lib.read_text(file)
+  # A document may be longer than the 131,072 characters that Python allows a field.
+  csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+  reader = csv.reader(io.StringIO(text, newline=''), strict=True)
   line = 1
   try:
     for fields in reader:
@@ -228,13 +250,23 @@ def _label(task: Task, value: Any, where: str) -> int | float | list[float] | No
   names = _names(task, value, where)
   if names is None:
     return None
-  unknown = [name for name in names if name not in task.labels]
-  if unknown:
-    known = ', '.join(task.labels) or 'none yet: find them in a training file, or give them'
-    raise RowsError(f'{where}: unknown label {unknown[0]!r}; known: {known}')
+  places = [_place(task.labels, name) for name in names]
+  if None in places:
+    unknown = names[places.index(None)]
+    known = ', '.join(task.labels) or 'none yet: find them in a training file'
+    raise RowsError(f'{where}: unknown label {unknown!r}; known: {known}; mend the line, or name'
+                    ' all labels in data.labels and train')
   if task.kind == 'classification':
-    return task.labels.index(names[0])
-  return [float(name in names) for name in task.labels]
+    return places[0]
+  return [float(place in places) for place in range(len(task.labels))]
+
+
+def _place(labels: tuple[str, ...], name: str) -> int | None:
+  """Where a label is; in another case if there is just one such, as in rows.label_order."""
+  if name in labels:
+    return labels.index(name)
+  folded = [label.casefold() for label in labels]
+  return folded.index(name.casefold()) if folded.count(name.casefold()) == 1 else None
 
 
 def _number(value: Any, where: str) -> float | None:

@@ -21,7 +21,7 @@ from bertjax.data import hashing
 from bertjax.data.encoding import Tokenizer
 
 Batch = dict[str, np.ndarray]
-_MULTIPLE, _SHORTEST = 4, 8  # of lengths that are chosen
+_SHORTEST = 8  # of lengths that are chosen
 _MOST_LENGTHS = 6
 _LEAST_SAVED = 8  # steps of the run, by one more length: about what its compilation takes
 _ORDER, _TURN = 80, 81  # purposes of the draws: order of the examples, turn of the batches
@@ -45,6 +45,11 @@ class Examples:
 
   def __len__(self) -> int:
     return len(self.tokens['input_ids'])
+
+  @property
+  def has_pairs(self) -> bool:
+    """Whether any has a second segment."""
+    return any(row.any() for row in self.tokens['token_type_ids'])
 
   @functools.cached_property
   def lengths(self) -> Int[np.ndarray, 'N']:
@@ -106,7 +111,7 @@ def join(
 
 
 def choose_lengths(
-    lengths: Int[np.ndarray, 'N'], longest: int, num_batches: int
+    lengths: Int[np.ndarray, 'N'], longest: int, num_batches: int, multiple: int = 4
 ) -> tuple[int, ...]:
   """The few lengths of rows that leave the least padding.
 
@@ -117,13 +122,14 @@ def choose_lengths(
     longest: the last of the lengths, whether or not an example needs it: what is judged or
       predicted later is cut to it.
     num_batches: of the whole run.
+    multiple: what divides all of them, but perhaps `longest`.
 
   Returns:
     Ascending lengths, the last of them `longest`.
   """
   if not len(lengths):
     return (longest,)
-  rounded = np.clip(-(-lengths // _MULTIPLE) * _MULTIPLE, _SHORTEST, longest)
+  rounded = np.clip(-(-lengths // multiple) * multiple, _SHORTEST, longest)
   ends, counts = np.unique(rounded, return_counts=True)
   until = np.cumsum(counts)
   # places[j]: of the examples up to ends[j], with the lengths so far; froms: the length before it.
@@ -185,7 +191,8 @@ def plan_epoch(
 
 
 def make_batch(
-    examples: Examples, group: Group, batch_size: int, rows: slice = slice(None)
+    examples: Examples, group: Group, batch_size: int,
+    own_rows: Int[np.ndarray, 'b'] | None = None,
 ) -> Batch:
   """The arrays of a group.
 
@@ -193,13 +200,13 @@ def make_batch(
     examples: where they are from.
     group: at most `batch_size` of them.
     batch_size: rows of the global batch; those beyond the group are fillers, empty and of weight 0.
-    rows: which of the rows are wanted (this process's).
+    own_rows: which of the rows are wanted (sharding.own_rows), ascending; None: all.
 
   Returns:
     The fields of `examples`, tokens padded to the group's length, and `weights` [b] float32.
   """
-  wanted = range(*rows.indices(batch_size))
-  indices = [int(group.indices[i]) for i in wanted if i < len(group.indices)]
+  wanted = np.arange(batch_size) if own_rows is None else own_rows
+  indices = group.indices[wanted[wanted < len(group.indices)]]
   batch = {}
   for name, arrays in examples.tokens.items():
     like = arrays[0]
@@ -235,19 +242,17 @@ class EpochBatches:
     steps_per_epoch: batches of an epoch.
     examples_per_row: 1.
     mean_length: of the rows, padding included.
-    statistics: share of padding, and how many batches there are of each length.
+    statistics: number of examples, share of padding, and how many batches there are of each length.
   """
 
   examples_per_row = 1.0
 
   def __init__(
       self, examples: Examples, buckets: Sequence[int], batch_size: int, seed: int,
-      process_index: int = 0, process_count: int = 1,
+      own_rows: Int[np.ndarray, 'b'] | None = None,
   ):
     self._examples, self._buckets, self._batch_size = examples, tuple(buckets), batch_size
-    self._seed = seed
-    share = batch_size // process_count
-    self._rows = slice(process_index * share, (process_index + 1) * share)
+    self._seed, self._own_rows = seed, own_rows
     plan = self._plan(0)
     self.steps_per_epoch = len(plan)
     lengths = sorted({group.length for group in plan})
@@ -257,7 +262,7 @@ class EpochBatches:
     tokens = sum(int(mask.sum()) for mask in examples.tokens['attention_mask'])
     choices = int(np.prod(examples.tokens['input_ids'][0].shape[:-1]))
     places = self.mean_length * len(plan) * batch_size * choices
-    self.statistics = {'padding': 1 - tokens / places} | {
+    self.statistics = {'examples': len(examples), 'padding': 1 - tokens / places} | {
         f'batches_of_length_{length}': sum(group.length == length for group in plan)
         for length in lengths}
 
@@ -268,7 +273,7 @@ class EpochBatches:
       epoch, number = divmod(step, self.steps_per_epoch)
       if epoch != planned:
         plan, planned = self._plan(epoch), epoch
-      yield make_batch(self._examples, plan[number], self._batch_size, self._rows)
+      yield make_batch(self._examples, plan[number], self._batch_size, self._own_rows)
 
   def _plan(self, epoch: int) -> list[Group]:
     return plan_epoch(

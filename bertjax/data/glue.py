@@ -30,8 +30,8 @@ from bertjax.data.rows import Row, Rows, RowsError
 from bertjax.evals import scores as scores_lib
 
 __all__ = [
-    'TASKS', 'RowsError', 'Rows', 'Split', 'Task', 'find_split', 'find_task', 'read',
-    'scores', 'write_submission',
+    'TASKS', 'RowsError', 'Rows', 'Split', 'Task', 'find_split', 'find_task', 'predicted_splits',
+    'read', 'scores', 'write_submission',
 ]  # fmt: skip
 
 _UNLABELLED = ('-', '-1', '')  # '-': MNLI's annotators did not agree; -1: hidden by GLUE and tfds
@@ -42,7 +42,8 @@ def read(task: str, path: epath.PathLike, split: str, strict: bool = False) -> R
   """Reads a split.
 
   Rows of train and dev splits without a label are left out; of other splits all rows stay, and
-  `labels` is None unless each has one.
+  `labels` is None unless each has one that the task knows. One warning names the first that it does
+  not know.
 
   Args:
     task: e.g. 'rte'.
@@ -50,10 +51,12 @@ def read(task: str, path: epath.PathLike, split: str, strict: bool = False) -> R
       or `tfds:glue/rte`, a tensorflow-datasets data set.
     split: e.g. 'train', 'dev', 'test'; for MNLI 'dev_matched', 'test_mismatched', ... With a file
       it only says what the rows are for.
-    strict: stop at a line with the wrong number of columns, instead of skipping it.
+    strict: stop at a line with the wrong number of columns, instead of skipping it. Other splits
+      than train and dev always do: every row has its prediction (B104).
 
   Raises:
-    RowsError: no such file or split, a binary or empty file, wrong columns, an unknown label.
+    RowsError: no such file or split, a binary or empty file, wrong columns; in train and dev an
+      unknown label.
   """
   spec = find_task(task)
   if str(path).startswith('tfds:'):
@@ -67,6 +70,26 @@ def read(task: str, path: epath.PathLike, split: str, strict: bool = False) -> R
     file, layout = path, next(
         (s for name, s in spec.splits.items() if name.startswith(split)), spec.splits['train'])
   return _read_file(spec, layout, file, _is_labelled(split), strict)
+
+
+def predicted_splits(task: str, path: epath.PathLike) -> tuple[str, ...]:
+  """The splits whose predictions the leaderboard takes, as far as the data have them.
+
+  They are those of test, and with MNLI the diagnostic set where its file is there or
+  tensorflow-datasets gives it; 'tfds:glue/ax' is the latter alone.
+
+  Raises:
+    RowsError: there is no such task.
+  """
+  spec = find_task(task)
+  more = [name for name, split in spec.splits.items()
+          if split.submission and name not in spec.test_splits]
+  if str(path).startswith('tfds:'):
+    data_set, _ = _tfds_name(str(path))
+    alone = [name for name in more if data_set == f'glue/{spec.splits[name].tfds_config}']
+    return tuple(alone) or (*spec.test_splits, *(n for n in more if _in_tfds(spec, str(path), n)))
+  folder = epath.Path(path)
+  return (*spec.test_splits, *(n for n in more if folder.is_dir() and _files(spec, folder, n)))
 
 
 def _is_labelled(split: str) -> bool:
@@ -83,19 +106,29 @@ def _official_split(spec: Task, split: str) -> Split:
 
 
 def _find_file(spec: Task, path: epath.Path, split: str) -> epath.Path:
-  files = _official_split(spec, split).files
-  folder = next(
+  found = _files(spec, path, split)
+  if not found:
+    folder, names = _folder(spec, path), _official_split(spec, split).files
+    there = ', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing'
+    raise RowsError(
+        f'{folder}: no {" or ".join(names)} of {spec.folder}; there is {there}. Get the files from'
+        f' gluebenchmark.com, take tfds:glue/{plain(spec.folder)}, or name a file of your own'
+    )
+  return found[0]
+
+
+def _files(spec: Task, path: epath.Path, split: str) -> list[epath.Path]:
+  """What there is of a split, the official name first."""
+  folder = _folder(spec, path)
+  return [folder / name for name in _official_split(spec, split).files if (folder / name).exists()]
+
+
+def _folder(spec: Task, path: epath.Path) -> epath.Path:
+  """The task's own folder in glue_data, or the folder itself."""
+  return next(
       (p for p in sorted(path.iterdir()) if plain(p.name) == plain(spec.folder) and p.is_dir()),
       path,
   )
-  found = next((folder / name for name in files if (folder / name).exists()), None)
-  if found is None:
-    there = ', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing'
-    raise RowsError(
-        f'{folder}: no {" or ".join(files)} of {spec.folder}; there is {there}. Get the files from'
-        f' gluebenchmark.com, take tfds:glue/{plain(spec.folder)}, or name a file of your own'
-    )
-  return found
 
 
 def _read_file(
@@ -109,6 +142,16 @@ def _read_file(
         f' {", ".join(columns)}'
     )
   skipped: list[int] = []
+  unknown: list[tuple[str, str]] = []
+
+  def parse(text: str, where: str) -> int | float | None:
+    try:
+      return _parse_label(spec, text, where)
+    except RowsError:
+      if labelled:
+        raise
+      unknown.append((where, text))
+      return None
 
   def rows() -> Iterator[Row]:
     texts = [columns.index(name) for name in spec.texts]
@@ -117,6 +160,7 @@ def _read_file(
     for line, text in enumerate(lines[first:], first + 1):
       fields = text.split('\t')
       if len(fields) != len(columns):
+        _need_whole(labelled, f'{file}, line {line}', len(fields), len(columns))
         skipped.append(
             rows_lib.bad_line(str(file), line, len(fields), len(columns), strict))
         continue
@@ -125,10 +169,21 @@ def _read_file(
           str(line - first - 1) if index is None else fields[index],
           fields[texts[0]],
           fields[texts[1]] if len(texts) > 1 else None,
-          None if label is None else _parse_label(spec, fields[label], f'{file}, line {line}'),
+          None if label is None else parse(fields[label], f'{file}, line {line}'),
       )
 
-  return rows_lib.collect(rows(), spec.kind, labelled, str(file), skipped)
+  found = rows_lib.collect(rows(), spec.kind, labelled, str(file), skipped)
+  if unknown:
+    logging.warning('%s: label %.60r is none of the task; it and %d more stand for no label, and'
+                    ' the rows are predicted, not scored', *unknown[0], len(unknown) - 1)
+  return found
+
+
+def _need_whole(labelled: bool, where: str, columns: int, wanted: int) -> None:
+  """Refuses a bad line where every row needs its prediction."""
+  if not labelled:
+    raise RowsError(f'{where}: {columns} columns instead of {wanted}; mend the line, as each row of'
+                    ' a test file must have its prediction')
 
 
 def _columns(
@@ -182,11 +237,7 @@ def _parse_label(spec: Task, text: str, where: str) -> int | float | None:
 def _read_tfds(spec: Task, path: str, split: str) -> Rows:
   """Rows in the order of the official file, by their idx: tfds shuffles as it stores."""
   layout = _official_split(spec, split)
-  name, config = path.removeprefix('tfds:'), layout.tfds_config or plain(spec.folder)
-  data_set, _, version = name.partition(':')
-  if data_set not in ('glue', f'glue/{plain(spec.folder)}', f'glue/{config}'):
-    raise RowsError(f'{path}: is not {spec.folder}; give tfds:glue/{plain(spec.folder)}')
-  builder = _tfds_builder(f'glue/{config}' + (f':{version}' if version else ''))
+  builder = _tfds_builder(_tfds_config(spec, path, split))
   import tensorflow_datasets as tfds
 
   examples = builder.as_dataset(split=layout.tfds, shuffle_files=False)
@@ -204,6 +255,31 @@ def _read_tfds(spec: Task, path: str, split: str) -> Rows:
       for number, example in enumerate(found, 1)
   ]
   return rows_lib.collect(rows, spec.kind, _is_labelled(split), f'{path}:{layout.tfds}', [])
+
+
+def _tfds_name(path: str) -> tuple[str, str]:
+  """The data set and what follows it: ('glue/rte', ':2.0.0')."""
+  data_set, colon, version = path.removeprefix('tfds:').partition(':')
+  return data_set, colon + version
+
+
+def _tfds_config(spec: Task, path: str, split: str) -> str:
+  """What tensorflow-datasets calls the data that have a split."""
+  config = _official_split(spec, split).tfds_config or plain(spec.folder)
+  data_set, version = _tfds_name(path)
+  if data_set not in ('glue', f'glue/{plain(spec.folder)}', f'glue/{config}'):
+    raise RowsError(f'{path}: is not {spec.folder}; give tfds:glue/{plain(spec.folder)}')
+  return f'glue/{config}{version}'
+
+
+def _in_tfds(spec: Task, path: str, split: str) -> bool:
+  """Whether a further split can be had: without it the others are predicted all the same."""
+  try:
+    _tfds_builder(_tfds_config(spec, path, split))
+  except RowsError as error:
+    logging.warning('%s is not written: %s', spec.splits[split].submission, error)
+    return False
+  return True
 
 
 def _tfds_builder(name: str) -> Any:

@@ -73,9 +73,9 @@ class Task:
 
   @property
   def test_splits(self) -> tuple[str, ...]:
-    """What is predicted from a folder: ('test',), for MNLI matched and mismatched.
+    """What every folder has to be predicted: ('test',), for MNLI matched and mismatched.
 
-    GLUE's diagnostic set is a split of MNLI, but not among these: few folders have it.
+    GLUE's diagnostic set is a split of MNLI, but not among these: not all have it.
     """
     return tuple(name for name in self.splits if name.startswith('test'))
 
@@ -159,10 +159,12 @@ TASKS: Mapping[str, Task] = {
                 ('test_matched.tsv',), _MNLI, 'test_matched', 'MNLI-m.tsv', 9796),
             'test_mismatched': Split(
                 ('test_mismatched.tsv',), _MNLI, 'test_mismatched', 'MNLI-mm.tsv', 9847),
-            # GLUE's diagnostic set, which the MNLI model answers.
+            # GLUE's diagnostic set, which the MNLI model answers. download_glue_data.py makes
+            # diagnostic/diagnostic.tsv of what the server calls AX.tsv.
             'diagnostic': Split(
-                ('diagnostic.tsv', '../diagnostic/diagnostic.tsv'), _PAIR, 'test', 'AX.tsv', 1104,
-                tfds_config='ax'),
+                ('diagnostic.tsv', 'AX.tsv', '../diagnostic/diagnostic.tsv',
+                 '../diagnostic/AX.tsv', '../AX/AX.tsv', '../AX.tsv'),
+                _PAIR, 'test', 'AX.tsv', 1104, tfds_config='ax'),
         },
         tfds_texts=('premise', 'hypothesis'),
     ),
@@ -215,8 +217,15 @@ def find_task(name: str) -> Task:
 def find_split(task: str, file: epath.PathLike) -> str:
   """The split to predict a file as: the one whose official name it has, otherwise 'test'.
 
-  Predictions of MNLI's test_mismatched.tsv so get the name MNLI-mm.tsv.
+  Predictions of MNLI's test_mismatched.tsv so get the name MNLI-mm.tsv, and so do those of a file
+  of that name.
+
+  Raises:
+    RowsError: there is no such task.
   """
   here = epath.Path(file).name.lower()
-  splits = find_task(task).splits.items()
-  return next((name for name, split in splits if split.submission and here in split.files), 'test')
+  for name, split in find_task(task).splits.items():
+    official = (name.rpartition('/')[2].lower() for name in (*split.files, split.submission))
+    if split.submission and here in official:
+      return name
+  return 'test'

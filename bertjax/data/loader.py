@@ -6,22 +6,25 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from bertjax.sharding import batch_sharding
+from bertjax.sharding import batch_sharding, own_rows, row_ways
 
 
 def to_devices(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
   """Joins this process's rows with those of the others to global arrays.
 
   Args:
-    batch: arrays [B / processes, ...], the share of this process.
+    batch: arrays [b, ...], the rows `sharding.own_rows` of a global batch.
     mesh: a mesh with the axes 'data' and 'fsdp'.
 
   Returns:
     Arrays [B, ...], the batch axis cut over both axes.
   """
-  sharding = batch_sharding(mesh)
+  sharding, ways = batch_sharding(mesh), row_ways(mesh.shape)
+  own_ways = len(own_rows(mesh, ways))
   return {
-      name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
+      name: jax.make_array_from_process_local_data(
+          sharding, rows, (len(rows) * ways // own_ways, *rows.shape[1:]))
+      for name, rows in batch.items()
   }
 
 

@@ -39,64 +39,47 @@ def batches(
     batch_size: int,
     first_step: int,
     num_steps: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    own_rows: Int[np.ndarray, 'b'] | None = None,
 ) -> Iterator[Batch]:
   """Batches of steps first_step, first_step + 1, ... through tf.data, as numpy arrays.
 
-  Step s holds rows s * batch_size to (s + 1) * batch_size - 1 of the stream; this process gets its
-  contiguous share of them.
+  Step s holds rows s * batch_size to (s + 1) * batch_size - 1 of the stream.
 
   Args:
     stream: where the rows come from; a row is an example, or several packed ones.
     batch_size: of the whole run, B.
     first_step: counted from 0; a run that resumes passes the number of steps done.
     num_steps: how many batches there are.
-    process_index: which share is wanted.
-    process_count: how many shares there are.
-
-  Raises:
-    ValueError: if the batch cannot be divided among the processes.
+    own_rows: which of the rows of every batch are wanted (sharding.own_rows); None: all.
   """
-  if batch_size % process_count:
-    raise ValueError(
-        f'batch_size {batch_size} is not divisible by the {process_count} processes; try '
-        f'{-(-batch_size // process_count) * process_count}'
-    )
-  size = batch_size // process_count
-  offset = np.arange(size) + process_index * size
+  own = np.arange(batch_size) if own_rows is None else own_rows
 
   def make(step: np.int64) -> Batch:
-    return stream.batch(int(step) * batch_size + offset)
+    return stream.batch(int(step) * batch_size + own)
 
-  return _through_tf_data(make, first_step, first_step + num_steps, stream.batch_shapes(size))
+  return _through_tf_data(make, first_step, first_step + num_steps, stream.batch_shapes(len(own)))
 
 
 def heldout_batches(
     stream: ExampleStream,
     batch_size: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    own_rows: Int[np.ndarray, 'b'] | None = None,
 ) -> Iterator[Batch]:
   """All examples of a held-out stream once; the last batch is filled up with rows of weight 0.
 
   Every process gets the same number of batches. Filler rows are padding only, with all weights 0.
 
-  Raises:
-    ValueError: if the batch cannot be divided among the processes.
+  Args:
+    stream: where the examples come from.
+    batch_size: of the whole run, B.
+    own_rows: which of the rows of every batch are wanted (sharding.own_rows), ascending; None: all.
   """
-  if batch_size % process_count:
-    raise ValueError(f'batch_size {batch_size} is not divisible by {process_count} processes')
-  size = batch_size // process_count
-  for begin in range(process_index * size, _rounded(stream.num_examples, batch_size), batch_size):
-    count = int(np.clip(stream.num_examples - begin, 0, size))
-    real = stream.batch(np.arange(begin, begin + count))
+  own = np.arange(batch_size) if own_rows is None else own_rows
+  for begin in range(0, stream.num_examples, batch_size):
+    numbers = begin + own
+    real = stream.batch(numbers[numbers < stream.num_examples])
     fillers = {'input_ids': stream.tokenizer.pad_id}
-    yield {name: _fill_up(rows, size, fillers.get(name, 0)) for name, rows in real.items()}
-
-
-def _rounded(n: int, multiple: int) -> int:
-  return -(-n // multiple) * multiple
+    yield {name: _fill_up(rows, len(own), fillers.get(name, 0)) for name, rows in real.items()}
 
 
 def _fill_up(

@@ -65,15 +65,21 @@ class _Record:
   label: str
 
 
-def read(path: epath.PathLike) -> Rows:
+def read(path: epath.PathLike, labelled: bool = True) -> Rows:
   """Reads a file of SWAG or HellaSwag.
 
   An empty ending stays a choice, so that every question has four, and one warning says how many
   there are (in SWAG's files some distractors do not exist).
 
+  Args:
+    path: the file.
+    labelled: False for rows that are only predicted: what is no label there (-1) stands for none,
+      and one warning names the first; `labels` is None unless each row has one.
+
   Raises:
     SwagError: no text, no rows, columns or keys missing, a row with another number of fields or
-      endings, broken quotes or JSON, a label outside 0 to 3, or labels on a part of the rows.
+      endings, broken quotes or JSON; if `labelled`, a label outside 0 to 3, or labels on a part of
+      the rows.
   """
   name = str(path)
   text = text_file.read(path, SwagError)
@@ -87,7 +93,7 @@ def read(path: epath.PathLike) -> Rows:
       first=[record.texts[0] for record in records],
       second=[record.texts[1] for record in records],
       endings=[record.endings for record in records],
-      labels=_labels(records))
+      labels=_labels(records, labelled))
   empty = [record.where for record in records if not all(map(str.strip, record.endings))]
   if empty:
     logging.warning('%s: %d of %d rows have an empty ending, the first in %s; it is kept as a'
@@ -97,6 +103,8 @@ def read(path: epath.PathLike) -> Rows:
 
 
 def _csv_records(text: str, name: str) -> Iterator[_Record]:
+  # A document may be longer than the 131,072 characters that Python allows a field.
+  csv.field_size_limit(max(csv.field_size_limit(), len(text)))
   # newline='' leaves line breaks inside of quotes as they are.
   reader = csv.reader(io.StringIO(text, newline=''), strict=True)
   header: list[str] | None = None
@@ -165,10 +173,7 @@ def _json_record(row: Mapping[str, Any], where: str) -> _Record:
       raise SwagError(f'{where}: {len(endings)} endings; there must be {NUM_CHOICES}')
   else:
     endings = [text(key) for key in _ENDINGS]
-  label = row.get('label')
-  if isinstance(label, bool | float | list | dict):
-    raise SwagError(f"{where}: 'label' is {_shown(row, 'label')}; it must be 0, 1, 2 or 3")
-  index = row.get('ind')
+  label, index = row.get('label'), row.get('ind')
   return _Record(where, None if index is None else str(index), texts, endings,
                  '' if label is None else str(label).strip())
 
@@ -191,18 +196,24 @@ def _shown(row: Mapping[str, Any], key: str) -> str:
   return repr(row[key])[:60] if key in row else 'not there'
 
 
-def _labels(records: list[_Record]) -> Int32[np.ndarray, 'N'] | None:
+def _labels(records: list[_Record], labelled: bool) -> Int32[np.ndarray, 'N'] | None:
   with_label = [record for record in records if record.label]
   if not with_label:
     return None
-  if len(with_label) < len(records):
-    bare = next(record for record in records if not record.label)
+  bare = next((record for record in records if not record.label), None)
+  wrong = [record for record in with_label if record.label not in ('0', '1', '2', '3')]
+  if labelled and bare:
     raise SwagError(f'{bare.where}: no label, but other rows have one; give all rows one, or none')
-  for record in with_label:
-    if record.label not in ('0', '1', '2', '3'):
-      raise SwagError(f'{record.where}: label {record.label[:40]!r}; it must be 0, 1, 2 or 3 (leave'
-                      ' the labels of a test file out)')
-  return np.array([int(record.label) for record in with_label], np.int32)
+  if labelled and wrong:
+    raise SwagError(f'{wrong[0].where}: label {wrong[0].label[:40]!r}; it must be 0, 1, 2 or 3 (a'
+                    ' file without labels can only be predicted: data.test, mode=predict)')
+  if wrong:
+    logging.warning('%s: label %.60r is none of 0, 1, 2 and 3; it and %d more stand for no label,'
+                    ' and the rows are predicted, not scored', wrong[0].where, wrong[0].label,
+                    len(wrong) - 1)
+  if bare or wrong:
+    return None
+  return np.array([int(record.label) for record in records], np.int32)
 
 
 def encode(rows: Rows, tokenizer: encoding.Tokenizer, max_length: int) -> examples.Examples:

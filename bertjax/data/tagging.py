@@ -167,8 +167,9 @@ def _with_scheme(raw: Sentences) -> Sentences:
       for tag, line in zip(row, numbers, strict=True):
         if not _TAG.fullmatch(tag):
           raise TaggingError(f'{raw.name}: line {line}: tag {tag[:40]!r} is none of O, B-TYPE and'
-                             " I-TYPE; mend it, or take scheme 'plain' for tags that are not"
-                             ' entities')
+                             " I-TYPE; mend it, take scheme 'plain' for tags that are not entities,"
+                             ' or, to predict a file whose columns hold no tags, set'
+                             ' data.test_has_tags=False')
       starts = [tag[0] for tag, start in zip(row, _starts(row), strict=True) if start]
       begun, inside = begun + starts.count('B'), inside + starts.count('I')
   if scheme == 'auto':

@@ -7,9 +7,10 @@
 import argparse
 import json
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from absl import logging
@@ -22,6 +23,7 @@ from bertjax.data.text_rules import AlbertRules, TextRules
 __all__ = ['Encoding', 'Tokenizer', 'TokenizerError', 'load', 'main', 'train']
 
 CONFIG = 'tokenizer_config.json'
+FAST = 'tokenizer.json'  # of the package `tokenizers`: vocabulary and rules in one
 _INTERRUPTED = 130  # the exit status that shells give Ctrl-C
 VOCABULARIES = ('vocab.txt', 'spiece.model')
 # Our names of the switches -> those in tokenizer_config.json, which are Transformers'.
@@ -32,6 +34,16 @@ _CONFIG_NAMES = {
   'clean_text': 'clean_text',
   'max_chars_per_word': 'max_input_chars_per_word',
 }
+# Classes of Transformers that cut text as BERT or ALBERT does.
+_CLASSES = re.compile(
+  '((Distil|Mobile|Squeeze|Conv)?Bert|Electra|LayoutLM|Albert)Tokenizer(Fast|Legacy)?'
+)
+# Those that may cut it in any way, which tokenizer.json says.
+_GENERIC_CLASSES = ('PreTrainedTokenizerFast', 'TokenizersBackend')
+# What tokenizer.json has where text is cut as BERT does.
+_FAST_TYPES = {
+  'model': 'WordPiece', 'normalizer': 'BertNormalizer', 'pre_tokenizer': 'BertPreTokenizer'
+}
 
 
 def load(path: epath.PathLike, **switches: bool | int | None) -> Tokenizer:
@@ -39,16 +51,19 @@ def load(path: epath.PathLike, **switches: bool | int | None) -> Tokenizer:
 
   Args:
     path: a folder (saved by `save`, or of a Transformers model) with vocab.txt or spiece.model and
-      tokenizer_config.json; or such a vocabulary file, whose folder's config counts if it has one.
+      tokenizer_config.json; or such a vocabulary file, whose folder's config counts if it has one,
+      save where it names rules that are not ours: who names the file wants ours.
     **switches: lowercase, strip_accents, split_cjk, clean_text, max_chars_per_word. Only needed
       where nothing is stored; None means not given. What is neither stored nor given is Google's
       default: lower case; accents stripped where lower-casing (BERT) or always (ALBERT).
 
   Raises:
     TokenizerError: nothing to load, a broken vocabulary, a switch that contradicts the stored one,
-      or lower-casing by default with a vocabulary that has capitals.
+      lower-casing by default with a vocabulary that has capitals, or a folder that `check_rules`
+      refuses.
   """
   path = epath.Path(path)
+  check_rules(path)
   vocabulary = _find_vocabulary(path)
   stored = _read_config(vocabulary.parent / CONFIG)
   given = {name: value for name, value in switches.items() if value is not None}
@@ -78,14 +93,75 @@ def _find_vocabulary(path: epath.Path) -> epath.Path:
   return found[0]
 
 
-def _read_config(file: epath.Path) -> dict[str, Any]:
-  """The stored switches under our names; those that are null or absent are left out."""
+def check_rules(path: epath.Path) -> None:
+  """Refuses a tokenizer of Transformers that cuts text in another way than BERT and ALBERT do.
+
+  Args:
+    path: a folder or a tokenizer.json. Any other file is somebody's word that our rules are right.
+
+  Raises:
+    TokenizerError: such a tokenizer, or a file that holds no JSON object.
+  """
+  if path.is_dir():
+    found = next(_other_rules(path), None)
+  else:
+    found = next(_other_fast_rules(path), None) if path.name == FAST else None
+  if found:
+    raise TokenizerError(
+      f"{path}: its tokenizer is not BERT's or ALBERT's, and bertjax has no other: {found}; to cut"
+      f' text as theirs do all the same, name a {" or ".join(VOCABULARIES)} by its full path'
+      ' (--vocab on import)'
+    )
+
+
+def _other_rules(folder: epath.Path) -> Iterator[str]:
+  """What in a folder says so, in words."""
+  config = _read_json(folder / CONFIG)
+  if config.get('do_basic_tokenize') is False:
+    yield f'{CONFIG} says do_basic_tokenize=False'
+  for key, ours in (('word_tokenizer_type', 'basic'), ('subword_tokenizer_type', 'wordpiece')):
+    if config.get(key) not in (None, ours):
+      yield f'{CONFIG} says {key}={config[key]!r}'
+  name = config.get('tokenizer_class')
+  place = 'config.json' if name is None else CONFIG
+  name = _read_json(folder / place).get('tokenizer_class')
+  if name in _GENERIC_CLASSES:
+    if not (folder / FAST).exists():
+      yield f'{place} says tokenizer_class={name!r}, and there is no {FAST} to say more'
+  elif name is not None and not _CLASSES.fullmatch(str(name)):
+    yield f'{place} says tokenizer_class={name!r}'
+  if not (folder / VOCABULARIES[1]).exists():
+    yield from _other_fast_rules(folder / FAST)
+
+
+def _other_fast_rules(file: epath.Path) -> Iterator[str]:
+  """What in a tokenizer.json, if it is there, says so."""
+  values = _read_json(file)
+  for key, ours in _FAST_TYPES.items() if values else ():
+    part = values.get(key)
+    # The first versions of the package did not write the type of the model.
+    absent = ours if key == 'model' else None
+    kind = part.get('type', absent) if isinstance(part, dict) else part
+    if kind != ours:
+      yield f'{FAST} has {key} {kind!r} instead of {ours}'
+
+
+def _read_json(file: epath.Path) -> dict[str, Any]:
+  """The object in a file; an empty one where there is no file."""
   if not file.exists():
     return {}
   try:
-    config = json.loads(file.read_text(encoding='utf-8'))
+    values = json.loads(file.read_bytes().decode('utf-8-sig'))  # Windows may put a mark before it
   except ValueError as error:
     raise TokenizerError(f'{file}: not JSON: {error}') from error
+  if not isinstance(values, dict):
+    raise TokenizerError(f'{file}: holds {type(values).__name__} instead of a JSON object')
+  return values
+
+
+def _read_config(file: epath.Path) -> dict[str, Any]:
+  """The stored switches under our names; those that are null or absent are left out."""
+  config = _read_json(file)
   stored = {
     name: config[key] for name, key in _CONFIG_NAMES.items() if config.get(key) is not None
   }

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jaxtyping import Float32
 
-from bertjax import objectives, state
+from bertjax import objectives, sharding, state
 from bertjax.data import examples as examples_lib
 from bertjax.data import loader
 from bertjax.data.examples import Examples
@@ -56,12 +56,11 @@ class Predictor:
 
   def __init__(self, step: Step, examples: Examples, buckets: Sequence[int], batch_size: int,
                mesh: jax.sharding.Mesh):
-    ways = mesh.shape['data'] * mesh.shape['fsdp']
+    ways = sharding.row_ways(mesh.shape)
     self._rows = -(-batch_size // ways) * ways
     self._step, self._examples, self._mesh = step, examples, mesh
     self._groups = examples_lib.plan_epoch(examples.lengths, buckets, self._rows, epoch=None)
-    share = self._rows // jax.process_count()
-    self._own = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+    self._own = sharding.own_rows(mesh, self._rows)
 
   def run(
       self, params: state.Params, stopped: Callable[[], bool] = lambda: False

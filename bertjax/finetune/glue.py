@@ -36,11 +36,12 @@ class GlueData:
       only these: .tsv, .csv or .jsonl.
     kind: custom: 'classification', 'multi_label' or 'regression'.
     text_a, text_b, label, index: custom: the columns; text_b '' where there is one text, index ''
-      where rows are counted.
+      where rows are counted; only files to predict need it.
     separator: custom: between the labels of a multi-label field.
     labels: custom: label names in the order of the outputs; () takes those of the training file.
     max_train_rows: train on the first so many rows only; 0: all.
-    strict: stop at a line with the wrong number of columns instead of skipping it.
+    strict: stop at a line with the wrong number of columns instead of skipping it; GLUE's test
+      files always do.
   """
 
   task: str
@@ -88,14 +89,17 @@ def _load_glue(settings: Settings, origin: Origin) -> Task:
         lambda outputs, folder: [glue.write_submission(
             data.task, name, rows, ordered(outputs), folder)]), rows
 
-  names = spec.test_splits if mode == 'predict' else spec.dev_splits
   single = data.test if mode == 'predict' else data.dev
   if single:
     # The name of a test file says which split it is, and so what the submission is called.
-    name = glue_tasks.find_split(data.task, single) if mode == 'predict' else names[0]
+    predicted = mode == 'predict'
+    name = glue_tasks.find_split(data.task, single) if predicted else spec.dev_splits[0]
     found = (split(name, single),)
+  elif data.path:
+    names = glue.predicted_splits(data.task, data.path) if mode == 'predict' else spec.dev_splits
+    found = tuple(split(name, data.path) for name in names)
   else:
-    found = tuple(split(name, data.path) for name in names) if data.path else ()
+    found = ()
   splits = tuple(one for one, _ in found)
   train, baseline = None, {}
   if mode == 'train':
@@ -112,15 +116,15 @@ def _load_glue(settings: Settings, origin: Origin) -> Task:
 
 def _load_custom(settings: Settings, origin: Origin) -> Task:
   data, mode = settings.data, settings.mode
-  spec = custom.Task(data.kind, data.text_a, data.text_b or None, data.label, data.index or None,
+  index = data.index if mode == 'predict' else ''  # predictions have ids, and nothing else has
+  spec = custom.Task(data.kind, data.text_a, data.text_b or None, data.label, index or None,
                      data.separator, tuple(data.labels))
   if mode == 'train':
     if not data.train:
       raise ConfigError('task=custom: set data.train to a .tsv, .csv or .jsonl file')
     spec = custom.find_labels(spec, data.train, data.strict)
-    stored = _known_labels(origin, spec.kind, spec.labels, mode)
-    if set(stored) == set(spec.labels):
-      spec = dataclasses.replace(spec, labels=stored)
+    spec = dataclasses.replace(
+        spec, labels=_known_labels(origin, spec.kind, spec.labels, mode))
   else:  # the names are those of the model
     need_kind(origin, spec.kind)
     spec = dataclasses.replace(spec, labels=tuple(origin.head.get('labels', ())))

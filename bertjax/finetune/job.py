@@ -6,6 +6,7 @@
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -110,8 +111,20 @@ def with_lengths(
     return settings
   lengths = np.concatenate([part.lengths for part in parts])
   num_batches = num_epochs * len(lengths) // settings.batch_size
+  multiple = math.lcm(4, attention.row_multiple(settings.model.get('attention', 'auto')))
   return dataclasses.replace(settings, seq_lengths=examples_lib.choose_lengths(
-      lengths, settings.seq_length, num_batches))
+      lengths, settings.seq_length, num_batches, multiple))
+
+
+def check_segments(bert: BertConfig, parts: Sequence[examples_lib.Examples]) -> None:
+  """Refuses pairs where the model cannot tell their texts apart.
+
+  Raises:
+    ConfigError: it has an embedding of one segment only.
+  """
+  if bert.type_vocab_size < 2 and any(part.has_pairs for part in parts):
+    raise ConfigError('this model knows one segment only (type_vocab_size 1) and takes no pairs of '
+                      'texts; join them into one text, or take another model')
 
 
 def open_mesh(settings: Settings, origin: Origin, head: heads.HeadConfig) -> jax.sharding.Mesh:
@@ -138,10 +151,11 @@ def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
   mesh = open_mesh(settings, origin, head)
   _check_batch(settings, mesh)
   bert = bert_config(settings, origin, mesh)
+  check_segments(bert, parts)
   build = lambda rngs: heads.HEADS[task.kind](bert, head, rngs)
   stream = examples_lib.EpochBatches(
-      task.train, settings.seq_lengths, settings.batch_size, settings.seed, jax.process_index(),
-      jax.process_count())
+      task.train, settings.seq_lengths, settings.batch_size, settings.seed,
+      sharding.own_rows(mesh, settings.batch_size))
   num_steps = settings.num_epochs * stream.steps_per_epoch
   evaluate_every = settings.evaluate.every or stream.steps_per_epoch
   resolved = settings_lib.to_json(settings) | {'model': model.to_store(bert)}
@@ -183,11 +197,7 @@ def job(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
 
 
 def _check_batch(settings: Settings, mesh: jax.sharding.Mesh) -> None:
-  ways = mesh.shape['data'] * mesh.shape['fsdp']
-  if ways % jax.process_count():
-    raise ConfigError(f'mesh: data * fsdp = {ways} is not divisible by the {jax.process_count()} '
-                      'processes, each of which feeds its own rows')
-  ways *= settings.accumulate
+  ways = sharding.row_ways(mesh.shape) * settings.accumulate
   if settings.batch_size % ways:
     near = max(ways, round(settings.batch_size / ways) * ways)
     raise ConfigError(f'batch_size {settings.batch_size} is not divisible by data * fsdp * '

@@ -20,6 +20,7 @@ from bertjax.finetune import sweep
 from bertjax.finetune.job import (
   Origin,
   bert_config,
+  check_segments,
   open_mesh,
   open_origin,
   predictors,
@@ -43,7 +44,7 @@ def run(settings: Settings, workdir: str, load_task: LoadTask) -> int:
     origin = open_origin(settings.init_from)
     return sweep.run(settings, home, origin, load_task(settings, origin))
   trained = best.find(home) or (home / step_folder.FOLDER).exists()
-  origin = open_origin(str(home if trained else sweep.best_run(home) or settings.init_from))
+  origin = open_origin(str(home if trained else settings.init_from))
   logging.info('Model: %s, step %s', origin.path, origin.metadata['step'])
   task = load_task(settings, origin)
   if not same_head(origin, task):
@@ -80,11 +81,13 @@ def _apply(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) 
   if not task.splits:
     raise ConfigError('no data: set data.path, or data.dev to evaluate (mode=eval), data.test to '
                       'predict (mode=predict)')
-  settings = with_lengths(settings, [split.examples for split in task.splits], 1)
+  parts = [split.examples for split in task.splits]
+  settings = with_lengths(settings, parts, 1)
   head = heads.HeadConfig(**origin.head['config']) if 'config' in origin.head else (
       heads.HeadConfig(task.kind, task.num_outputs))
   mesh = open_mesh(settings, origin, head)
   bert = bert_config(settings, origin, mesh)
+  check_segments(bert, parts)
   build = lambda rngs: heads.HEADS[task.kind](bert, head, rngs)
   with jax.set_mesh(mesh):
     _, shapes = state.split(build)

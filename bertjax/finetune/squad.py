@@ -114,10 +114,12 @@ def _scores(questions, found: squad_answers.Answers, version: int, threshold: fl
 
 
 def _baseline(questions, version: int) -> dict[str, float]:
-  """Of never answering."""
-  scores = squad_scores.scores(questions, {question.id: '' for question in questions}, version)
-  named = {name: value for name, value in scores.items() if isinstance(value, float)}
-  return named | ({'best_f1': scores['f1']} if version == 2 else {})
+  """Of never answering, whose odds are the same for all; the names are those that pick the best."""
+  ids = [question.id for question in questions]
+  odds = dict.fromkeys(ids, 0.0) if version == 2 else None
+  scores = squad_scores.scores(questions, dict.fromkeys(ids, ''), version, odds)
+  return {name: value for name, value in scores.items()
+          if isinstance(value, float) and not name.endswith('_thresh')}
 
 
 def fine_tune(config, workdir: str) -> int:

@@ -32,7 +32,7 @@ def load(settings: Settings, origin: Origin) -> Task:
   data, mode = settings.data, settings.mode
 
   def split(name: str, path: str) -> Split:
-    rows = swag.read(path)
+    rows = swag.read(path, labelled=mode != 'predict')
     file = f'{epath.Path(path).stem}.csv'
 
     def write(outputs, folder: epath.Path) -> list[epath.Path]:

@@ -26,8 +26,6 @@ from bertjax.finetune.job import Origin, job
 from bertjax.finetune.settings import Settings
 from bertjax.finetune.task import Task
 
-RESULTS = 'results.json'
-
 
 def run(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> int:
   """One run, or one for each learning rate and seed in folders of their own; the exit code.
@@ -70,10 +68,10 @@ def _run_all(
                  'failed': True}
     results.append(record)
   if jax.process_index() == 0:
-    write_files(workdir, {RESULTS: (json.dumps(results, indent=2) + '\n').encode()})
+    write_files(workdir, {best.RESULTS: (json.dumps(results, indent=2) + '\n').encode()})
     if len(results) > 1:
       print(table(results))
-      print(f'the best run: {best_run(workdir) or "none"}')
+      print(f'the best run: {best.best_run(workdir) or "none"}')
   return 0
 
 
@@ -94,18 +92,6 @@ def _kept_programs() -> Iterator[None]:
     finally:
       jax.config.update('jax_compilation_cache_dir', None)
       compilation_cache.reset_cache()
-
-
-def best_run(workdir: epath.Path) -> epath.Path | None:
-  """The folder of the best run of a sweep, by its results.json; None where there was no sweep."""
-  if not (workdir / RESULTS).exists():
-    return None
-  results = json.loads((workdir / RESULTS).read_text(encoding='utf-8'))
-  judged = [one for one in results if one.get('folder') and one.get('score') is not None]
-  if not judged:
-    return None
-  sign = -1 if judged[0]['metric'].endswith('loss') else 1
-  return workdir / max(judged, key=lambda one: sign * one['score'])['folder']
 
 
 def runs(settings: Settings) -> list[tuple[str, Settings]]:

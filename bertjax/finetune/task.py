@@ -8,6 +8,7 @@ import numpy as np
 from etils import epath
 from jaxtyping import Float32
 
+from bertjax.config import ConfigError
 from bertjax.data.examples import Examples
 from bertjax.job import Scores
 
@@ -28,13 +29,26 @@ class Split:
     name: 'dev', 'dev_mismatched', 'test', ...
     examples: what the model sees.
     scores: outputs -> scores; None where there are no labels.
-    write: (outputs, folder) -> the files of predictions that it wrote.
+    writer: (outputs, folder) -> the files of predictions that it wrote.
   """
 
   name: str
   examples: Examples
   scores: Callable[[Outputs], Scores] | None
-  write: Callable[[Outputs, epath.Path], list[epath.Path]]
+  writer: Callable[[Outputs, epath.Path], list[epath.Path]]
+
+  def write(self, outputs: Outputs, folder: epath.Path) -> list[epath.Path]:
+    """Writes the files of predictions, and returns them.
+
+    Raises:
+      ConfigError: an output is not finite: nothing would show that its prediction means nothing.
+    """
+    finite = np.isfinite(outputs).reshape(len(outputs), -1).all(axis=1)
+    if not finite.all():
+      raise ConfigError(f'{self.name}: {np.sum(~finite)} of {len(outputs)} predictions are not'
+                        f' finite, the first of example {np.argmin(finite)}; take a checkpoint of a'
+                        ' run that did not diverge')
+    return self.writer(outputs, folder)
 
 
 def asked_file(data: Any, mode: str) -> tuple[str, str] | None:

@@ -55,7 +55,9 @@ class Plan:
 
   @property
   def _ways(self) -> int:
-    return self.mesh.shape['data'] * self.mesh.shape['fsdp']
+    from bertjax import sharding
+
+    return sharding.row_ways(self.mesh.shape)
 
   def with_remat(self, remat: str) -> 'Plan':
     return dataclasses.replace(self, bert=dataclasses.replace(self.bert, remat=remat))
@@ -125,7 +127,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
       mesh=sharding.MeshSettings(-1, args.fsdp, args.model))
   bert = settings.bert_config(settings.data.vocab_size)
   mesh = sharding.make_mesh(settings.mesh, aot_chips.devices(args.topology))
-  settings_lib.check_batches(settings, mesh.shape['data'] * mesh.shape['fsdp'], 1)
+  settings_lib.check_batches(settings, sharding.row_ways(mesh.shape))
   chip = aot_chips.chip(args.topology)
   chosen = attention.choose(
       bert, chip.platform, phase.seq_length, model_ways=mesh.shape['model'])

@@ -212,7 +212,8 @@ def _variant_lines(report: Mapping[str, Any], result: Mapping[str, Any]) -> list
       f'MFU {report["mfu"]:.1%} of the bf16 peak')
   if report['share_of_matmul_rate'] is not None:
     mfu += f', {report["share_of_matmul_rate"]:.1%} of the measured matrix rate'
-  times = pipeline['examples_per_second'] * result['processes'] / report['examples_per_second']
+  needed = report['own_share'] * report['examples_per_second']
+  times = pipeline['examples_per_second'] / needed
   return [
       f'{report["name"]}: {report["batch_size"]} x {report["seq_length"]}, attention '
       f'{report["attention"]} (dropout {report["attention_probs_dropout_prob"]}), remat '
@@ -290,6 +291,10 @@ def parser() -> argparse.ArgumentParser:
   made.add_argument('--coordinator_address', help='HOST:PORT of process 0, where there are several')
   made.add_argument('--num_processes', type=int)
   made.add_argument('--process_id', type=int)
+  made.add_argument('--distributed', action='store_true',
+                    help='several processes, found out from Cloud TPU, Slurm or GKE')
+  made.add_argument('--platform', default='auto', choices=['auto', 'cpu', 'gpu', 'tpu'],
+                    help='a platform that is absent is an error')
   return made
 
 
@@ -309,8 +314,10 @@ def main(argv: list[str] | None = None) -> int:
 
   party = None
   try:
+    hosts.request_platform(args.platform)
     party = hosts.start(args.coordinator_address, args.num_processes, args.process_id,
-                        find_out=False, timeout=120)
+                        find_out=args.distributed, timeout=120)
+    hosts.announce(args.platform)
     _run(args, changes)
     code = 0
   except errors.EXPECTED as error:

@@ -18,7 +18,7 @@ from etils import epath
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from bertjax import alarms, chips, metrics, model, optim, pretraining, state
+from bertjax import alarms, chips, metrics, model, optim, pretraining, sharding, state
 from bertjax import step as step_lib
 from bertjax.config import ConfigError
 from bertjax.data import build, corpus, loader
@@ -156,7 +156,9 @@ class Variant:
     seconds = np.concatenate([round_seconds for round_seconds, _ in self.rounds])
     median = float(np.median(seconds))
     counts = multihost_utils.process_allgather(np.asarray(self._counts, np.int64).mean(0))
-    examples, tokens = counts.reshape(-1, 2).sum(0).tolist()
+    ways = sharding.row_ways(self.job.mesh.shape)
+    own_share = len(sharding.own_rows(self.job.mesh, ways)) / ways  # of the batch
+    examples, tokens = (counts.reshape(-1, 2).mean(0) / own_share).tolist()
     phase = self.job.metadata['config']['phases'][0]
     flops = self.stage.flops_per_row(self.stream.mean_length) * self.stage.batch_size
     peak = chips.peak_flops(jax.devices()[0].device_kind)
@@ -167,7 +169,7 @@ class Variant:
             'batch_size', 'seq_length', 'accumulate', 'max_examples_per_row')},
         **{key: getattr(self.bert, key) for key in (
             'attention', 'remat', 'dtype', 'hidden_dropout_prob', 'attention_probs_dropout_prob')},
-        'mesh': dict(self.job.mesh.shape), 'steps': len(seconds),
+        'mesh': dict(self.job.mesh.shape), 'own_share': own_share, 'steps': len(seconds),
         'step_ms': {'median': 1e3 * median} | {
             f'p{q}': 1e3 * float(np.percentile(seconds, q)) for q in (10, 90)},
         'rows_per_second': self.stage.batch_size / median, 'examples_per_second': examples / median,

@@ -11,6 +11,7 @@ Exit codes: 0; 2 a run failed, with what it said.
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
 import socket
@@ -69,7 +70,8 @@ def run_bench(asked: Mapping[str, Any], more: Sequence[str]) -> dict[str, Any]:
              f'--process_id={number}'] if count > 1 else []
     started.append(subprocess.Popen([*command, *party], env=environment, encoding='utf-8',
                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-  said = [process.communicate() for process in started]
+  with concurrent.futures.ThreadPoolExecutor(count) as pool:  # at once: a full pipe stops one
+    said = list(pool.map(subprocess.Popen.communicate, started))
   for process, (_, errors) in zip(started, said, strict=True):
     if process.returncode:
       lines = errors.strip().splitlines() or [f'exit code {process.returncode}']

@@ -50,14 +50,14 @@ def _glue(task: str, rows: int) -> Recipe:
 
 def _squad(version: int) -> Recipe:
   files = tuple(f'{part}={{data}}/squad{version}-{part}.json' for part in ('train', 'dev'))
-  return Recipe('squad', f'squad.py:version={version}', files, 384, epochs=2, batch_size=16)
+  return Recipe('squad', f'squad.py:version={version}', files, 384, epochs=2, batch_size=8)
 
 
 RECIPES = {
     'sst2': _glue('sst2', 2000),
     'cola': _glue('cola', 2000),
     'stsb': _glue('stsb', 2000),
-    'rte': _glue('rte', 0),
+    'rte': _glue('rte', 2000),
     'wnut17': Recipe(
         'tagging', 'tagging.py',
         ('train={data}/wnut17-train.conll', 'dev={shared}/ner/wnut17/emerging.dev.conll'),
@@ -142,9 +142,8 @@ def our_result(workdir: pathlib.Path, recipe: Recipe) -> dict:
            (workdir / 'metrics.jsonl').read_text(encoding='utf-8').split('\n') if line]
   data = next(line for line in lines if line['split'] == 'data')
   speed = json.loads((workdir / 'speed.json').read_text(encoding='utf-8'))
-  per_step = recipe.batch_size
-  if recipe.rows:  # fillers in the last batch of an epoch are no examples
-    per_step = recipe.rows / math.ceil(recipe.rows / recipe.batch_size)
+  # Fillers in the last batch of an epoch are no examples.
+  per_step = data['examples'] / math.ceil(data['examples'] / recipe.batch_size)
   return {'metric': best['metric'], 'baseline': best['baseline'], 'score': best['score'],
           'best_scores': best['scores'], 'padding': data['padding'],
           'sequences_per_cpu_second': per_step * speed['steps'] / speed['cpu_seconds']}

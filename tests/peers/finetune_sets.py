@@ -4,7 +4,7 @@
 
 squad      the 16 articles of the half dev set of v2.0: the last 4 are dev, the first 12 train;
            squad1-*: answerable questions only (read as v1.1), squad2-*: all of them; of both about
-           1,000 questions to train on, drawn evenly
+           500 questions to train on and 300 of dev, drawn evenly
 hellaswag  1,000 validation rows: the first 700 train, the last 300 dev
 wnut17     the first 2,000 sentences of the training file
 """
@@ -18,7 +18,7 @@ import re
 import sys
 
 SHARED = pathlib.Path(os.environ.get('BERTJAX_SHARED', '../shared')) / 'data'
-TRAIN_QUESTIONS, DEV_QUESTIONS, DEV_ARTICLES = 1000, 600, 4
+TRAIN_QUESTIONS, DEV_QUESTIONS, DEV_ARTICLES = 500, 300, 4
 
 
 def keep(articles: list, wanted) -> list:
