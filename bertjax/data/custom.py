@@ -18,17 +18,15 @@ predicted ('?', -1) stops nothing.
 
 import csv
 import dataclasses
-import io
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from absl import logging
 from etils import epath
 from jaxtyping import Float, Float64, Shaped
 
-from bertjax.data import encoding
+from bertjax.data import encoding, text_file
 from bertjax.data import rows as rows_lib
 from bertjax.data.rows import Row, Rows, RowsError
 from bertjax.evals import scores as scores_lib
@@ -150,9 +148,7 @@ def read(task: Task, path: epath.PathLike, split: str, strict: bool = False) -> 
       )
 
   found = rows_lib.collect(rows(), task.kind, labelled, str(path), skipped)
-  if unknown:
-    logging.warning('%s: label %.60r is none of the task; it and %d more stand for no label, and'
-                    ' the rows are predicted, not scored', *unknown[0], len(unknown) - 1)
+  text_file.tell_placeholders(unknown)
   return found
 
 
@@ -209,10 +205,7 @@ def _tsv_lines(file: epath.Path) -> Iterator[tuple[int, list[str]]]:
 
 def _csv_lines(file: epath.Path) -> Iterator[tuple[int, list[str]]]:
   """(line, fields); a record may run over several lines, and is known by its first."""
-  text = rows_lib.read_text(file)
-  # A document may be longer than the 131,072 characters that Python allows a field.
-  csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-  reader = csv.reader(io.StringIO(text, newline=''), strict=True)
+  reader = text_file.csv_reader(rows_lib.read_text(file))
   line = 1
   try:
     for fields in reader:

@@ -23,7 +23,7 @@ from absl import logging
 from etils import epath
 from jaxtyping import Float, Shaped
 
-from bertjax.data import encoding
+from bertjax.data import encoding, text_file
 from bertjax.data import rows as rows_lib
 from bertjax.data.glue_tasks import TASKS, Split, Task, find_split, find_task, plain
 from bertjax.data.rows import Row, Rows, RowsError
@@ -173,9 +173,7 @@ def _read_file(
       )
 
   found = rows_lib.collect(rows(), spec.kind, labelled, str(file), skipped)
-  if unknown:
-    logging.warning('%s: label %.60r is none of the task; it and %d more stand for no label, and'
-                    ' the rows are predicted, not scored', *unknown[0], len(unknown) - 1)
+  text_file.tell_placeholders(unknown)
   return found
 
 

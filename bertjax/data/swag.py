@@ -103,10 +103,7 @@ def read(path: epath.PathLike, labelled: bool = True) -> Rows:
 
 
 def _csv_records(text: str, name: str) -> Iterator[_Record]:
-  # A document may be longer than the 131,072 characters that Python allows a field.
-  csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-  # newline='' leaves line breaks inside of quotes as they are.
-  reader = csv.reader(io.StringIO(text, newline=''), strict=True)
+  reader = text_file.csv_reader(text)
   header: list[str] | None = None
   line = 0
   while True:
@@ -207,10 +204,7 @@ def _labels(records: list[_Record], labelled: bool) -> Int32[np.ndarray, 'N'] | 
   if labelled and wrong:
     raise SwagError(f'{wrong[0].where}: label {wrong[0].label[:40]!r}; it must be 0, 1, 2 or 3 (a'
                     ' file without labels can only be predicted: data.test, mode=predict)')
-  if wrong:
-    logging.warning('%s: label %.60r is none of 0, 1, 2 and 3; it and %d more stand for no label,'
-                    ' and the rows are predicted, not scored', wrong[0].where, wrong[0].label,
-                    len(wrong) - 1)
+  text_file.tell_placeholders([(record.where, record.label) for record in wrong])
   if bare or wrong:
     return None
   return np.array([int(record.label) for record in records], np.int32)

@@ -1,5 +1,10 @@
 """Reading a whole text file of a task: UTF-8 whatever the locale, or an error that says where."""
 
+import csv
+import io
+from typing import Any
+
+from absl import logging
 from etils import epath
 
 
@@ -30,3 +35,21 @@ def read(path: epath.PathLike, error: type[ValueError]) -> str:
     line = text.count('\n', 0, nul) + 1
     raise error(f'{path}: line {line}: a NUL byte, so this is no text file; name the right one')
   return text
+
+
+def csv_reader(text: str):
+  """A strict csv.reader over a whole file; line breaks inside of quotes stay as they are."""
+  # A document may be longer than the 131,072 characters that Python allows a field.
+  csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+  return csv.reader(io.StringIO(text, newline=''), strict=True)
+
+
+def tell_placeholders(labels: list[tuple[str, Any]]) -> None:
+  """One warning about what stands for a label in rows that are only to be predicted.
+
+  Args:
+    labels: file and line, and what stands there; may be empty.
+  """
+  if labels:
+    logging.warning('%s: label %.60r is none of the task; it and %d more stand for no label, and'
+                    ' the rows are predicted, not scored', *labels[0], len(labels) - 1)
