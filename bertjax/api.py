@@ -208,8 +208,8 @@ def load(path: epath.PathLike, step: int | None = None) -> Model:
   """Loads a checkpoint of pre-training, fine-tuning or import.
 
   Args:
-    path: a workdir, its checkpoints folder, or one step's folder; of a fine-tuning workdir the best
-      model is taken.
+    path: a workdir, its checkpoints folder, or one step's folder; of a fine-tuning workdir, or
+      the folder of several runs, the best model is taken.
     step: which step; None is the newest complete one.
 
   Raises:

@@ -37,12 +37,16 @@ def best_run(workdir: epath.Path) -> epath.Path | None:
   """The folder of the best run of a sweep, by its results.json; None where there was no sweep."""
   if not (workdir / RESULTS).exists():
     return None
-  results = json.loads((workdir / RESULTS).read_text(encoding='utf-8'))
-  judged = [one for one in results if one.get('folder') and one.get('score') is not None]
+  try:
+    results = json.loads((workdir / RESULTS).read_text(encoding='utf-8'))
+    judged = [(one['score'], one['folder'], one['metric']) for one in results
+              if one['folder'] and one['score'] is not None]
+  except (ValueError, KeyError, TypeError):  # somebody else's file of that name
+    return None
   if not judged:
     return None
-  sign = -1 if judged[0]['metric'].endswith('loss') else 1
-  return workdir / max(judged, key=lambda one: sign * one['score'])['folder']
+  sign = -1 if judged[0][2].endswith('loss') else 1
+  return workdir / max(judged, key=lambda one: sign * one[0])[1]
 
 
 def _kept(workdir: epath.PathLike) -> epath.Path | None:

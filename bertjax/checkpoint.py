@@ -352,7 +352,7 @@ class Checkpoints:
       self._keep_others_out()
     folder = self.root / str(step)
     if hosts.agreed(folder.is_dir() and step not in self._unreadable
-               and step_folder.damage(folder) is None):
+                    and step_folder.damage(folder) is None):
       raise CheckpointError(f'{folder} is a complete checkpoint that this run neither saved nor '
                             'resumed from. Resume from it, or move it away.')
     text = json.dumps({'step': step, 'position': position, **self._metadata}, indent=2)

@@ -48,6 +48,9 @@ def build(cls, values: Mapping[str, Any], section: str):
       raise ConfigError(f'unknown key {prefix}{key}; {known}')
     wanted = fields[key].type
     if _item(wanted) is str and isinstance(value, tuple):
+      if any(isinstance(item, float) for item in value):
+        raise ConfigError(f'{prefix}{key} is {value}: how a number was written is lost; quote them '
+                          """all, as in --config.KEY="('1.50','2')\"""")
       values[key] = value = tuple(map(_text, value))
     if not _fits(value, wanted):
       name = f'({_item(wanted).__name__}, ...)' if _item(wanted) else wanted.__name__
@@ -74,7 +77,7 @@ def _item(wanted) -> type | None:
 
 def _text(value):
   """A number as the text that was typed: 1,2,3 on a command line arrives as numbers."""
-  return str(value) if isinstance(value, int | float) else value
+  return str(value) if isinstance(value, int) else value
 
 
 def _fits(value, wanted) -> bool:

@@ -282,11 +282,8 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any], step: int
   not begun at `step` may change if the schedule of those that have stays the same.
   """
   before, now = from_config(stored), from_config(current)
-  # What a phase starts anew is in the state that is saved at its first step: it has begun by then,
-  # but not one that was added to a run which had come to its end there.
-  had = len(before.phases)
-  begun = lambda settings: [
-      i for i, start in enumerate(settings.starts()) if start < step or start == step and i < had]
+  # A phase that was saved at its first step has not begun: what it starts anew is started then.
+  begun = lambda settings: [i for i, start in enumerate(settings.starts()) if start < step]
   old, new = (_comparable(settings, begun(settings)) for settings in (before, now))
   return [f'{key}: stored {old.get(key, "absent")}, now {new.get(key, "absent")}'
           for key in sorted({*old, *new}) if old.get(key) != new.get(key)]

@@ -101,7 +101,12 @@ def train(job: Job, workdir: epath.PathLike) -> int:
             break
           if number + 1 < len(job.stages):  # the next one compiles for minutes before it can save
             checkpoints.save(step, current, job.position(step), force=True)
+            if stopping.noticed:
+              end = End.SIGNAL
+              break
         if end is End.SIGNAL:
+          checkpoints.wait()
+          _log(f'Stopped before step {step} after a save; the same command goes on from here')
           return stop.SAVED
 
         # --- The end ----------------------------------------------------------------------------
@@ -149,8 +154,6 @@ def _train_stage(
       with writer.timer.excluded():
         run.checkpoints.save(step, current, job.position(step), force=stopping)
     if stopping:
-      run.checkpoints.wait()
-      _log(f'Stopped before step {step} after a save; the same command goes on from here')
       return current, step, End.SIGNAL
     with writer.timer.waiting_for_data():
       batch = next(batches)

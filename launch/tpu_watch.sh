@@ -13,9 +13,9 @@
 #
 #   --name, --zone, --project, --type, --runtime, --network, --service_account, --spot:
 #                      as for tpu_create.sh
-#   --module, --cache  as for tpu_run.sh; a pod, and machines made anew, need --cache gs://...
+#   --module, --cache  as for tpu_run.sh; pods and new machines compile again without --cache gs://
 #   --max_recreations N  give up after so many (default: 50)
-#   --max_restarts N   likewise, of the training on machines that are there (default: 20)
+#   --max_restarts N   likewise, of training that does not get on (default: 20)
 #   --poll SECONDS     between two looks (default: 60)
 #   --timeout SECONDS  within which machines are asked for or deleted, or training is installed and
 #                      started on all hosts (default: 1800); longer counts as a failure
@@ -39,6 +39,9 @@ find_target
 readonly PATIENCE=300
 # So often in a row gcloud may fail (a network that is away, a host that starts) before this ends.
 readonly MAX_FAILURES=5
+# After so many looks in a row at training that runs, the restarts before it are forgotten: their
+# limit is for a run that does not get on.
+readonly HEALTHY=10
 
 # within SECONDS COMMAND...: ended after so long, since a host that is taken away lets its client
 # wait for ever. A terminal's Ctrl-C does not reach what `timeout` runs: it is passed on from here.
@@ -49,7 +52,7 @@ within() {
   trap 'kill "$child" 2> /dev/null || true; exit 130' INT
   wait "$child" || code=$?
   trap - INT
-  if ((code == 124)); then
+  if ((code == 124 || code == 137)); then  # 137: it had to be killed
     log "No end within $1 s: $(quoted "${@:2:5}") ..."
   fi
   return "$code"
@@ -70,7 +73,7 @@ options() {
 }
 
 create() {
-  started=''  # the next start is the first on its machines
+  started='' restarts=0  # the next start is the first on its machines
   options name zone project type runtime network service_account
   if is_on spot; then
     GIVEN+=(--spot)
@@ -185,7 +188,7 @@ restart() {
     give_up "$1" "Training: $1, and ${OPTION[max_restarts]} restarts were made: giving up"
   fi
   start || return
-  started=yes ended=''
+  started=yes ended='' healthy=0
   if [[ ! $first ]]; then
     restarts=$((restarts + 1))
     log "Training was started again: restart $restarts"
@@ -207,7 +210,12 @@ look_after_training() {
     log "Training: $training"
   fi
   case $training in
-    running) ended='' ;;
+    running)
+      ended='' healthy=$((healthy + 1))
+      if ((healthy >= HEALTHY)); then
+        restarts=0
+      fi
+      ;;
     none | 143) restart "$training" ;;
     0) finish 0 'Training is complete' ;;
     *)
@@ -229,7 +237,7 @@ if is_on dry-run; then
   exit 0
 fi
 
-recreations=0 restarts=0 failures=0 started='' ended='' last=''
+recreations=0 restarts=0 healthy=0 failures=0 started='' ended='' last=''
 while true; do
   code=0
   state=$(find_state) || code=$?
@@ -237,11 +245,14 @@ while true; do
     [[ $state == "$last" ]] || log "State: $state"
     case $state in
       READY) look_after_training || code=$? ;;
-      ABSENT) if [[ $last ]]; then recreate ABSENT; else create; fi || code=$? ;;
+      ABSENT) if [[ ${last/ABSENT/} ]]; then recreate ABSENT; else create; fi || code=$? ;;
       PREEMPTED | TERMINATED | STOPPED | SUSPENDED | FAILED) recreate "$state" || code=$? ;;
       *) ;;  # on its way: ACCEPTED, PROVISIONING, WAITING_FOR_RESOURCES, CREATING, ...
     esac
     last=$state
+  fi
+  if ((code == 2)); then
+    die 2 'what was asked for cannot be done, as said above; machines that are there cost'
   fi
   failures=$((code ? failures + 1 : 0))
   if ((failures >= MAX_FAILURES)); then

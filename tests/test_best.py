@@ -88,6 +88,28 @@ def test_of_several_runs_the_best_is_found_but_only_where_they_are(tmp_path):
   assert best.find(tmp_path / 'low') is None  # its own checkpoints come first
 
 
+@pytest.mark.parametrize('text', [
+    '{"accuracy": 0.9}', '[1, 2]', '[{"folder": "a", "score": 1}]', 'no JSON', '[]'])
+def test_results_of_somebody_else_say_nothing(tmp_path, text):
+  (tmp_path / best.RESULTS).write_text(text, encoding='utf-8')
+  assert best.find(tmp_path) is None
+
+
+def test_all_processes_go_by_what_process_0_finds(tmp_path, monkeypatch):
+  """Another may see an older disk, and would wait for ever in a save that is not made."""
+  said = []
+  monkeypatch.setattr(best.hosts, 'agreed', lambda value: said.append(value) or said_by_0.pop(0))
+  monkeypatch.setattr(best.jax, 'process_index', lambda: 1)
+  monkeypatch.setattr(best, 'read', lambda workdir: pytest.fail('process 1 looked itself'))
+  kept, saved = keeper(tmp_path, patience=2), []
+  monkeypatch.setattr(best.checkpoint, 'save_params', lambda *args: saved.append(args[1]))
+  said_by_0 = [True, False, 10, False, 10]
+  assert judge(kept, (10, 0.5), (20, 0.9), (30, 0.9)) == [False, False, True]
+  assert saved == [10] and not (tmp_path / 'best').exists()
+  said_by_0 = [True]
+  assert kept.is_over(30)
+
+
 def test_of_losses_the_lowest_is_kept(tmp_path):
   judge(keeper(tmp_path, 'loss'), (10, 0.9), (20, 0.4), (30, 0.5))
   assert kept_step(tmp_path) == 20

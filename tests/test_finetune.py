@@ -10,6 +10,7 @@ import pytest
 import small_checkpoint as small
 from etils import epath
 
+import bertjax
 from bertjax import checkpoint, errors, train
 from bertjax.convert import import_checkpoint
 from bertjax.finetune import glue, job, sweep
@@ -450,6 +451,10 @@ def test_seeds_and_rates_end_in_a_table(home, tmp_path, capsys):
   assert best_run == f'the best run: {tmp_path}/run/{top["folder"]}'
   said = json.loads(capsys.readouterr().out.splitlines()[-1])
   assert said['accuracy'] == pytest.approx(top['score'])
+  # So do all others who are given the folder of several runs.
+  loaded = bertjax.load(tmp_path / 'run')
+  assert loaded.metadata['scores'] == top['scores']
+  assert job.open_origin(str(tmp_path / 'run')).metadata == loaded.metadata
 
 
 def test_it_stops_early_and_the_same_command_has_nothing_to_do(home, tmp_path, log):

@@ -116,11 +116,18 @@ def test_one_number_will_do_where_several_may_be_given():
 
 
 @pytest.mark.parametrize(('given', 'labels'), [
-    ((1, 2, 3), ('1', '2', '3')), ((7,), ('7',)), ((0.5, True), ('0.5', 'True')),
+    ((1, 2, 3), ('1', '2', '3')), ((7,), ('7',)), ((5, True), ('5', 'True')),
     (('neg,pos,0',), ('neg', 'pos', '0')), (('1', 'a'), ('1', 'a'))])
 def test_labels_are_names_even_where_they_look_like_numbers(given, labels):
   """As --config.data.labels=1,2,3 and neg,pos,0 arrive."""
   assert read(data__labels=given).data.labels == labels
+
+
+def test_labels_with_a_point_must_be_quoted():
+  """1.50 arrives as 1.5."""
+  with pytest.raises(ConfigError, match=r"data.labels is \(1.5, 2\): .*quote them all"):
+    read(data__labels=(1.5, 2))
+  assert read(data__labels=('1.50', '2')).data.labels == ('1.50', '2')
 
 
 @pytest.mark.parametrize(('changes', 'num_epochs', 'chosen'), [

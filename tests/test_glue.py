@@ -93,7 +93,7 @@ def test_the_diagnostic_set_lies_beside_mnli(tmp_path):
 
 
 @pytest.mark.parametrize('file', [
-    'MNLI/diagnostic.tsv', 'MNLI/AX.tsv', 'diagnostic/diagnostic.tsv', 'AX/AX.tsv', 'AX.tsv'])
+    'MNLI/diagnostic.tsv', 'MNLI/AX.tsv', 'diagnostic/diagnostic.tsv', 'AX/AX.tsv'])
 def test_what_is_predicted_for_the_leaderboard(tmp_path, file):
   tests = ('test_matched', 'test_mismatched')
   (tmp_path / 'MNLI').mkdir()
@@ -103,6 +103,12 @@ def test_what_is_predicted_for_the_leaderboard(tmp_path, file):
     assert glue.predicted_splits('mnli', folder) == (*tests, 'diagnostic')
     assert read('mnli', folder, 'diagnostic').text_b == ['b']
   assert glue.predicted_splits('rte', tmp_path) == ('test',)
+
+
+def test_our_own_predictions_are_not_taken_for_the_diagnostic_set(tmp_path, caplog):
+  write(tmp_path / 'AX.tsv', 'index\tprediction\n0\tneutral\n')
+  assert glue.predicted_splits('mnli', tmp_path) == ('test_matched', 'test_mismatched')
+  assert 'AX.tsv has the columns index, prediction, and not sentence1, sentence2' in caplog.text
 
 
 def test_what_is_predicted_of_tfds(monkeypatch, caplog):

@@ -89,7 +89,21 @@ def predicted_splits(task: str, path: epath.PathLike) -> tuple[str, ...]:
     alone = [name for name in more if data_set == f'glue/{spec.splits[name].tfds_config}']
     return tuple(alone) or (*spec.test_splits, *(n for n in more if _in_tfds(spec, str(path), n)))
   folder = epath.Path(path)
-  return (*spec.test_splits, *(n for n in more if folder.is_dir() and _files(spec, folder, n)))
+  return (*spec.test_splits, *(n for n in more if folder.is_dir() and _is_there(spec, folder, n)))
+
+
+def _is_there(spec: Task, folder: epath.Path, split: str) -> bool:
+  """Whether there is a file of a split, and not our own predictions, which have the same name."""
+  files = _files(spec, folder, split)
+  if not files:
+    return False
+  columns = rows_lib.read_lines(files[0])[0].split('\t')
+  if set(spec.texts) <= set(columns):
+    return True
+  logging.warning(
+      '%s is not written: %s has the columns %s, and not %s', spec.splits[split].submission,
+      files[0], ', '.join(columns), ', '.join(spec.texts))
+  return False
 
 
 def _is_labelled(split: str) -> bool:

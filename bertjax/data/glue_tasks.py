@@ -163,7 +163,7 @@ TASKS: Mapping[str, Task] = {
             # diagnostic/diagnostic.tsv of what the server calls AX.tsv.
             'diagnostic': Split(
                 ('diagnostic.tsv', 'AX.tsv', '../diagnostic/diagnostic.tsv',
-                 '../diagnostic/AX.tsv', '../AX/AX.tsv', '../AX.tsv'),
+                 '../diagnostic/AX.tsv', '../AX/AX.tsv'),
                 _PAIR, 'test', 'AX.tsv', 1104, tfds_config='ax'),
         },
         tfds_texts=('premise', 'hypothesis'),

@@ -12,7 +12,7 @@ import dataclasses
 from absl import logging
 from etils import epath
 
-from bertjax import command
+from bertjax import command, hosts
 from bertjax.config import ConfigError
 from bertjax.data import custom, glue, glue_tasks
 from bertjax.data import rows as rows_lib
@@ -96,7 +96,13 @@ def _load_glue(settings: Settings, origin: Origin) -> Task:
     name = glue_tasks.find_split(data.task, single) if predicted else spec.dev_splits[0]
     found = (split(name, single),)
   elif data.path:
-    names = glue.predicted_splits(data.task, data.path) if mode == 'predict' else spec.dev_splits
+    names = spec.dev_splits
+    if mode == 'predict':
+      names = glue.predicted_splits(data.task, data.path)
+      # Each split is work for all processes together.
+      if hosts.agreed(len(names)) != len(names):
+        raise ConfigError(f'{data.path}: process 0 finds other splits to predict there; give all '
+                          'processes the same files')
     found = tuple(split(name, data.path) for name in names)
   else:
     found = ()

@@ -62,7 +62,7 @@ class Origin(NamedTuple):
 
 
 def open_origin(path: str) -> Origin:
-  """A checkpoint to begin with; of a fine-tuning workdir its best model.
+  """A checkpoint to begin with; of a fine-tuning workdir, or of several runs, the best model.
 
   Raises:
     ConfigError: nothing is given.

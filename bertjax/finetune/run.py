@@ -12,7 +12,7 @@ import jax
 from absl import logging
 from etils import epath
 
-from bertjax import best, checkpoint, heads, sharding, state, step_folder
+from bertjax import best, checkpoint, heads, hosts, sharding, state, step_folder
 from bertjax.config import ConfigError
 from bertjax.data.encoding import write_files
 from bertjax.evals import predictions
@@ -43,7 +43,8 @@ def run(settings: Settings, workdir: str, load_task: LoadTask) -> int:
   if settings.mode == 'train':
     origin = open_origin(settings.init_from)
     return sweep.run(settings, home, origin, load_task(settings, origin))
-  trained = best.find(home) or (home / step_folder.FOLDER).exists()
+  # Process 0's word: another that sees the folder late would take other weights.
+  trained = hosts.agreed(best.find(home) is not None or (home / step_folder.FOLDER).exists())
   origin = open_origin(str(home if trained else settings.init_from))
   logging.info('Model: %s, step %s', origin.path, origin.metadata['step'])
   task = load_task(settings, origin)
