@@ -54,7 +54,8 @@ def assert_same(one, other, atol=1e-6):
   (state_one, metrics_one, _), (state_other, metrics_other, _) = one, other
   for a, b in zip(metrics_one, metrics_other, strict=True):
     for name in a:
-      np.testing.assert_allclose(a[name], b[name], rtol=2e-5, err_msg=name)
+      rtol = 1e-5 if 'loss' in name else 2e-5  # of norms of gradients
+      np.testing.assert_allclose(a[name], b[name], rtol=rtol, err_msg=name)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol),
                jax.device_get(state_one.params), jax.device_get(state_other.params))
 
@@ -162,9 +163,8 @@ def test_fsdp_shards_parameters_and_moments_by_the_same_table():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['adamw', 'lamb'])
-def test_moments_in_bfloat16_on_a_mesh_and_through_a_checkpoint(tmp_path, name):
-  settings = dataclasses.replace(SETTINGS, name=name, moments_dtype='bfloat16')
+def test_moments_in_bfloat16_on_a_mesh_and_through_a_checkpoint(tmp_path):
+  settings = dataclasses.replace(SETTINGS, moments_dtype='bfloat16')
   alone = train(TINY, uneven_batches(), settings=settings)
   sharded = train(TINY, uneven_batches(), settings=settings, data=2, fsdp=2, model=2)
   # A moment may be rounded the other way: 0.8 % of an update of up to 3 times the rate of 1e-3.
