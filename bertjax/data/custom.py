@@ -127,13 +127,8 @@ def read(task: Task, path: epath.PathLike, split: str, strict: bool = False) -> 
 
   def label(record: Record, where: str) -> int | float | list[float] | None:
     value = record.get(task.label)
-    try:
-      return _label(task, value, where)
-    except RowsError:
-      if labelled:
-        raise
-      unknown.append((where, value))
-      return None
+    return rows_lib.label_or_none(
+        lambda: _label(task, value, where), labelled, unknown, where, value)
 
   def rows() -> Iterator[Row]:
     for count, (line, record) in enumerate(_records(task, path, strict, skipped)):

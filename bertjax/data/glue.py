@@ -159,13 +159,8 @@ def _read_file(
   unknown: list[tuple[str, str]] = []
 
   def parse(text: str, where: str) -> int | float | None:
-    try:
-      return _parse_label(spec, text, where)
-    except RowsError:
-      if labelled:
-        raise
-      unknown.append((where, text))
-      return None
+    return rows_lib.label_or_none(
+        lambda: _parse_label(spec, text, where), labelled, unknown, where, text)
 
   def rows() -> Iterator[Row]:
     texts = [columns.index(name) for name in spec.texts]

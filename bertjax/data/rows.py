@@ -6,8 +6,8 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -127,6 +127,19 @@ def bad_line(file: str, line: int, columns: int, wanted: int, strict: bool) -> i
         ' strict to skip it'
     )
   return line
+
+
+def label_or_none(
+    parse: Callable[[], Any], labelled: bool, unknown: list[tuple[str, Any]], where: str, value: Any
+) -> Any:
+  """What `parse()` makes of a label; in rows to be predicted None, and noted, where it raises."""
+  try:
+    return parse()
+  except RowsError:
+    if labelled:
+      raise
+    unknown.append((where, value))
+    return None
 
 
 def collect(
