@@ -13,7 +13,7 @@ _VERSION = re.search(
 setuptools.setup(
     name='bertjax',
     version=_VERSION,
-    description='BERT pre-training in JAX, from raw text.',
+    description='BERT in JAX: pre-training from raw text, and fine-tuning.',
     long_description=(_HERE / 'README.md').read_text(encoding='utf-8'),
     long_description_content_type='text/markdown',
     packages=setuptools.find_packages(include=['bertjax', 'bertjax.*']),

@@ -321,7 +321,8 @@ def _predict_tags(model: Model, inputs: list[str | list[str]], batch_size: int):
   tags = iter(())
   if filled:
     sentences = tagging.Sentences('inputs', filled, None, [[0] * len(row) for row in filled], 'bio')
-    windows = tagging.encode(sentences, model.tokenizer, model.head['labels'], model.max_length)
+    windows = tagging.encode(sentences, model.tokenizer, model.head['labels'], model.max_length,
+                             model.head.get('stride') or None)
     tags = iter(tagging.predictions(windows, model.outputs(windows.examples, batch_size)))
   return [Prediction(tuple(next(tags)) if row else (), None) for row in words]
 

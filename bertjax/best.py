@@ -33,6 +33,11 @@ def find(workdir: epath.PathLike) -> epath.Path | None:
   return find(swept) if swept else None
 
 
+def holds_runs(workdir: epath.Path) -> bool:
+  """Whether a sweep was begun there (the folders are named by finetune.sweep.runs)."""
+  return any((run / step_folder.FOLDER).exists() for run in workdir.glob('lr*_seed*'))
+
+
 def best_run(workdir: epath.Path) -> epath.Path | None:
   """The folder of the best run of a sweep, by its results.json; None where there was no sweep."""
   if not (workdir / RESULTS).exists():

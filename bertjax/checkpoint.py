@@ -287,6 +287,16 @@ class Checkpoints:
       if self._lock is not None:
         os.close(self._lock)
 
+  def claim(self):
+    """Makes the workdir, and keeps other runs out of it from now on.
+
+    Raises:
+      CheckpointError: another run is at work there.
+    """
+    if jax.process_index() == 0:
+      self.root.parent.mkdir(parents=True, exist_ok=True)
+      self._keep_others_out()
+
   def _keep_others_out(self):
     """Locks a local workdir: a second run would sweep away what this one is saving.
 
@@ -347,9 +357,7 @@ class Checkpoints:
     self.wait()
     if step in self._good:
       return False
-    if jax.process_index() == 0:
-      self.root.parent.mkdir(parents=True, exist_ok=True)
-      self._keep_others_out()
+    self.claim()
     folder = self.root / str(step)
     if hosts.agreed(folder.is_dir() and step not in self._unreadable
                     and step_folder.damage(folder) is None):

@@ -71,6 +71,7 @@ def _main(argv: Sequence[str], entry) -> int:
   logging.get_absl_handler().setFormatter(
       python_logging.Formatter('%(asctime)s %(levelname).1s %(message)s', '%H:%M:%S'))
   host_memory.keep_freed_memory()
+  workdir = os.path.expanduser(_WORKDIR.value)  # the shell leaves the ~ of --workdir=~/runs alone
   from bertjax import errors, hosts  # with JAX, after the flags: a wrong one is answered at once
 
   party = None
@@ -80,8 +81,8 @@ def _main(argv: Sequence[str], entry) -> int:
         _COORDINATOR.value, _PROCESSES.value, _PROCESS.value, find_out=_DISTRIBUTED.value,
         timeout=_TIMEOUT.value)
     hosts.announce(_PLATFORM.value)
-    hosts.check_workdir(_WORKDIR.value)
-    code = entry(_CONFIG.value, _WORKDIR.value)
+    hosts.check_workdir(workdir)
+    code = entry(_CONFIG.value, workdir)
   except errors.EXPECTED as error:  # known by name and said in words: no trace
     hosts.let_the_cause_be_told(party)
     logging.error('%s', error)

@@ -109,7 +109,7 @@ def _with_stored_model(config: ml_collections.ConfigDict, workdir: epath.Path) -
   values = config_lib.plain(config)
   if values.get('init_from'):
     begun = step_folder.steps(step_folder.absolute(workdir) / step_folder.FOLDER)
-    origin = workdir if begun else values['init_from']
+    origin = workdir if begun else best.find(values['init_from']) or values['init_from']
     stored = checkpoint.read_metadata(origin)['config']['model']
     values['model'] = stored | {'vocab_size': 0} | dict(values.get('model', {}))
   return values

@@ -8,6 +8,7 @@ with the same weights, bit for bit, as one that was not.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator
@@ -46,12 +47,15 @@ class End(enum.Enum):
   JUDGED = 'the evaluations no longer get better'
 
 
-def train(job: Job, workdir: epath.PathLike) -> int:
+def train(
+    job: Job, workdir: epath.PathLike, stopping: stop.StopRequest | None = None
+) -> int:
   """Trains until the last stage is done, or until asked to stop.
 
   Args:
     job: what is trained on what.
     workdir: receives checkpoints, metrics.jsonl and event files; resumed if it holds a checkpoint.
+    stopping: of several runs in turn; one comes to an end without looking at it any more.
 
   Returns:
     The exit code: 0 if training is complete, 143 if it was stopped by a signal after a save.
@@ -62,7 +66,8 @@ def train(job: Job, workdir: epath.PathLike) -> int:
     NonFiniteError: a loss is NaN or infinite.
   """
   workdir = epath.Path(workdir)
-  with stop.StopRequest() as stopping, jax.set_mesh(job.mesh):
+  asked = contextlib.nullcontext(stopping) if stopping else stop.StopRequest()
+  with asked as stopping, jax.set_mesh(job.mesh):
     graphdef, shapes = state.split(job.build)
     keep = job.checkpoint
     with checkpoint.Checkpoints(
@@ -78,10 +83,11 @@ def train(job: Job, workdir: epath.PathLike) -> int:
       # The structure of the optimizer's state is the same in every stage.
       optimizer = optim.make(job.stages[0].optimizer, shapes)
       like = state.abstract(shapes, optimizer, job.mesh)
-      if first is None:
-        job.forget()
       current, step, origin = _first_state(job, optimizer, like, checkpoints, first)
       evaluator = job.open_evaluator()
+      checkpoints.claim()  # written to from here on; no checkpoint may come for an hour
+      if first is None:
+        job.forget()
       _log(_start_up_block(job, workdir, origin, like))
 
       with metrics.MetricsWriter(

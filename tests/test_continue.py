@@ -1,10 +1,13 @@
 """Pre-training that goes on from an imported encoder: new heads, one's own shards, export again."""
 
 import importlib
+import json
 import random
+import shutil
 
 import pytest
 import small_checkpoint as small
+from etils import epath
 
 from bertjax import api, checkpoint, errors, pretraining
 from bertjax.convert import export, import_checkpoint
@@ -58,6 +61,17 @@ def settings_of(home, shards):
   config.heldout.update({'every': 30, 'max_examples': 40})
   config.log_every = 10
   return config
+
+
+def test_it_begins_with_the_best_run_of_a_sweep(home, tmp_path):
+  shutil.copytree(home / 'encoder', tmp_path / 'sweep/lr1_seed0/best')
+  records = [{'folder': 'lr1_seed0', 'metric': 'accuracy', 'score': 0.5}]
+  (tmp_path / 'sweep/results.json').write_text(json.dumps(records), encoding='utf-8')
+  config = small.changed(settings_of(home, home / 'own/shards'), init_from=str(tmp_path / 'sweep'))
+  found = pretraining.job(config, epath.Path(tmp_path / 'run'))
+  assert found.metadata['config']['model']['hidden_size'] == checkpoint.read_metadata(
+      home / 'encoder')['config']['model']['hidden_size']
+  assert 'lr1_seed0/best' in found.initial()[1]
 
 
 @pytest.mark.slow

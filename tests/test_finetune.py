@@ -149,10 +149,13 @@ def test_b132_any_batch_size_and_number_of_devices(home, rte, tmp_path, capsys):
       assert predict(config, rte, **changes) == written
 
 
-def test_b133_one_row_has_one_prediction(home, rte, tmp_path):
+def test_b133_one_row_has_one_prediction_beside_the_submission(home, rte, tmp_path):
+  submission = predict(settings_of(home), rte)['RTE.tsv']
   one = write_rte(tmp_path / 'one.tsv', random.Random(5), 1, labelled=False)
-  lines = predict(settings_of(home, test=one), rte)['RTE.tsv'].decode().splitlines()
+  found = predict(settings_of(home, test=one), rte)
+  lines = found['RTE-one.tsv'].decode().splitlines()
   assert len(lines) == 2 and lines[1].startswith('0\t')
+  assert found['RTE.tsv'] == submission
 
 
 def test_b109_what_has_no_labels_is_predicted_and_not_scored(home, rte):
@@ -582,6 +585,32 @@ def test_a_head_of_another_task_with_the_same_labels_is_no_head_for_this_one(hom
   unnamed = origin._replace(metadata={'head': {
       'kind': 'classification', 'labels': origin.head['labels']}})
   assert job.same_head(unnamed, task('QNLI'))  # imported: nobody says what it is
+
+
+def test_a_sweep_without_a_best_run_is_not_what_it_began_with(home, rte, tmp_path):
+  """Its head is of the task as well: its answers would be taken for the sweep's."""
+  (tmp_path / 'lr2e-05_seed0/checkpoints').mkdir(parents=True)
+  config = small.changed(settings_of(home), init_from=str(rte), mode='predict')
+  with pytest.raises(errors.EXPECTED, match='several runs and no best one'):
+    glue.fine_tune(config, str(tmp_path))
+  assert not (tmp_path / 'predictions').exists()
+
+
+def test_what_another_run_has_kept_stays_where_two_begin_in_a_new_folder(
+    home, tmp_path, monkeypatch):
+  def claim(self):
+    (tmp_path / 'run/best').mkdir(parents=True)  # the other one's
+    raise checkpoint.CheckpointError('another run is at work')
+
+  monkeypatch.setattr(checkpoint.Checkpoints, 'claim', claim)
+  with pytest.raises(errors.EXPECTED, match='another run'):
+    glue.fine_tune(settings_of(home), str(tmp_path / 'run'))
+  assert [path.name for path in (tmp_path / 'run').iterdir()] == ['best']
+
+
+def test_the_home_folder_is_found_in_init_from(home, monkeypatch):
+  monkeypatch.setenv('HOME', str(home))
+  assert str(job.open_origin('~/encoder').path) == str(home / 'encoder')
 
 
 def test_another_origin_on_resume_is_not_looked_at_and_said(home, rte, log):

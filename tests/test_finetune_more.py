@@ -13,7 +13,8 @@ from bertjax import checkpoint, errors
 from bertjax.data import swag as swag_data
 from bertjax.data import tagging as tagging_data
 from bertjax.data.examples import Examples
-from bertjax.finetune import job, swag, tagging
+from bertjax.evals.predictions import Predicted
+from bertjax.finetune import job, run, swag, tagging
 from bertjax.finetune import settings as settings_lib
 from bertjax.finetune.task import Split
 from configs.finetune import swag as swag_recipe
@@ -64,6 +65,9 @@ def test_predictions_that_are_not_finite_are_refused_in_every_task(outputs):
     split.write(outputs, folder)
   assert not written
   assert split.write(outputs[:1], folder) == written == [folder]
+  split = Split('dev', Examples({}, {}), lambda _: {'accuracy': 0.5}, split.writer)
+  with pytest.raises(errors.EXPECTED, match='dev: 2 of 3 predictions'):  # mode=eval
+    run._report(folder, split, Predicted(outputs, None))
 
 
 # --- SWAG ----------------------------------------------------------------------------------------
@@ -270,6 +274,30 @@ def test_tags_without_labels_are_not_scored(home, tags):
     tagging.fine_tune(small.changed(
         config, {'data.dev': str(home / 'test.conll')}, mode='eval'), str(workdir))
   assert small.files(workdir) == before
+  with pytest.raises(errors.EXPECTED, match='dev has no labels'):
+    tagging.fine_tune(small.changed(
+        config, {'data.dev': str(home / 'test.conll'), 'evaluate.patience': 3}), f'{workdir}2')
+  assert not workdir.with_name(f'{workdir.name}2').exists()
+
+
+def test_windows_and_scheme_are_those_of_training(tags, tmp_path):
+  config, workdir = tags
+  origin = job.open_origin(str(workdir))
+  assert (origin.head['scheme'], origin.head['stride']) == ('bio', 0)
+  # By itself this file would be IOB1, and its tag B-PER.
+  (tmp_path / 'dev.conll').write_text('\n'.join(['anna I-PER', *['river O'] * 40]) + '\n',
+                                      encoding='utf-8')
+  settings = settings_lib.from_config(small.changed(
+      config, {'data.dev': str(tmp_path / 'dev.conll')}, mode='eval'), tagging.TaggingData)
+  task = tagging.load(settings, origin)
+  [dev] = task.splits
+  outputs = np.zeros((len(dev.examples), 16, 4), np.float32)
+  outputs[..., task.labels.index('O')] = 1
+  outputs[0, 1, task.labels.index('I-PER')] = 2  # behind [CLS]
+  assert dev.scores(outputs)['token_accuracy'] == 1
+  denser = tagging.load(settings, origin._replace(metadata=origin.metadata | {
+      'head': origin.head | {'stride': 2}}))
+  assert len(denser.splits[0].examples) > len(dev.examples) and denser.facts['stride'] == 2
 
 
 @pytest.mark.parametrize('which, content, wanted', [

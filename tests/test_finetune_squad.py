@@ -8,7 +8,8 @@ import pytest
 import small_checkpoint as small
 
 from bertjax import checkpoint, errors
-from bertjax.finetune import squad
+from bertjax.finetune import job, squad
+from bertjax.finetune import settings as settings_lib
 from configs.finetune import squad as recipe
 
 COLOURS = ('red', 'blue', 'green')
@@ -152,6 +153,15 @@ def test_the_threshold_of_the_checkpoint_decides(second, home, tmp_path):
   checkpoint.save_params(tmp_path / 'best', 1, checkpoint.restore_params(workdir / 'best'),
                          metadata, checkpoint.tokenizer_folder(workdir / 'best'))
   assert set(predict(config, tmp_path)['predictions.json'].values()) == {''}
+
+
+@pytest.mark.parametrize('metric', ['best_exact', 'best_f1', ''])
+def test_the_threshold_is_that_of_the_score_that_picks_the_model(home, second, metric):
+  config = small.changed(second[0], {'evaluate.metric': metric})
+  task = squad.load(settings_lib.from_config(config, squad.SquadData),
+                    job.open_origin(str(home / 'encoder')))
+  scores = {'best_exact_thresh': 1.0, 'best_f1_thresh': 2.0}
+  assert task.learned(scores) == {'null_threshold': scores[f'{metric or "best_f1"}_thresh']}
 
 
 @pytest.mark.slow

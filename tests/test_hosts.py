@@ -439,10 +439,8 @@ def final_hash(workdir: pathlib.Path) -> str:
 
 @pytest.mark.slow
 def test_b126_an_absent_platform_is_an_error_in_words(home, tmp_path):
-  codes, texts = ends([start(home, tmp_path, f'--platform={name}') for name in ('gpu', 'tpu')])
-  assert codes == [2, 2]
-  for name, text in zip(('gpu', 'tpu'), texts, strict=True):
-    assert f'--platform={name}, but JAX finds' in text and 'Traceback' not in text
+  (code,), (text,) = ends([start(home, tmp_path, '--platform=gpu')])
+  assert code == 2 and '--platform=gpu, but JAX finds' in text and 'Traceback' not in text
   assert not list(tmp_path.iterdir())
 
 

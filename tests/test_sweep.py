@@ -1,6 +1,8 @@
 """Several runs in one command: their names and settings, and the table of what came out."""
 
 import json
+import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -98,9 +100,12 @@ def trained(monkeypatch):
   """Training that leaves the given score of each folder's name, and which folders were trained."""
   folders, scores = [], {}
 
-  def train(job, folder):
+  def train(job, folder, stopping):
     folders.append(folder.name)
     found = scores.get(folder.name, 0.5)
+    if found == 'asked to stop at its end':
+      os.kill(os.getpid(), signal.SIGTERM)
+      found = 0.5
     if isinstance(found, int):
       return found
     if found == 'diverged':
@@ -184,6 +189,22 @@ def test_a_signal_ends_the_whole_command(trained, tmp_path):
   assert run(settings(seeds=(0, 1, 2)), tmp_path) == 143
   assert folders == ['lr2e-05_seed0', 'lr2e-05_seed1']
   assert not (tmp_path / 'results.json').exists()
+
+
+def test_a_signal_that_comes_too_late_for_a_run_ends_the_command_before_the_next(
+    trained, tmp_path):
+  folders, scores = trained
+  scores['lr2e-05_seed1'] = 'asked to stop at its end'
+  assert run(settings(seeds=(0, 1, 2)), tmp_path) == 143
+  assert folders == ['lr2e-05_seed0', 'lr2e-05_seed1']
+  assert run(settings(seeds=(0, 1)), tmp_path) == 0  # that was the last of the runs
+
+
+def test_a_sweep_does_not_go_into_the_workdir_of_a_single_run(trained, tmp_path):
+  (tmp_path / 'checkpoints').mkdir()
+  with pytest.raises(ConfigError, match='holds a single run; take a new --workdir'):
+    run(settings(seeds=(0, 1)), tmp_path)
+  assert run(settings(), tmp_path) == 0
 
 
 def test_b106_a_run_whose_correlation_is_undefined_has_failed_and_is_counted(

@@ -1,7 +1,8 @@
 """Exports a checkpoint to a Hugging Face directory or to a checkpoint of Google's TensorFlow code.
 
     python -m bertjax.convert.export --checkpoint runs/rte --to hf --output hf_dir/
-    python -m bertjax.convert.export --checkpoint runs/pretrain --to tf --output bert_tf/
+    python -m bertjax.convert.export --checkpoint runs/base --to tf --accept_gelu_mismatch \\
+        --output tf_dir/
 
 hf: config.json, model.safetensors and the tokenizer's files; Transformers loads the directory as
 the class of its head (BertForPreTraining, BertForSequenceClassification, ...). tf:

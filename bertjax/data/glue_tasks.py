@@ -214,8 +214,8 @@ def find_task(name: str) -> Task:
   return TASKS[plain(name)]
 
 
-def find_split(task: str, file: epath.PathLike) -> str:
-  """The split to predict a file as: the one whose official name it has, otherwise 'test'.
+def find_split(task: str, file: epath.PathLike) -> str | None:
+  """The split for the leaderboard whose official name a file has; None for a name of one's own.
 
   Predictions of MNLI's test_mismatched.tsv so get the name MNLI-mm.tsv, and so do those of a file
   of that name.
@@ -228,4 +228,4 @@ def find_split(task: str, file: epath.PathLike) -> str:
     official = (name.rpartition('/')[2].lower() for name in (*split.files, split.submission))
     if split.submission and here in official:
       return name
-  return 'test'
+  return None

@@ -37,7 +37,6 @@ class Question:
     answers: (text, start) of each gold answer, start in code points of the context; for training
       only the one to train on, its start checked.
     is_impossible: v2.0's word that the context has no answer.
-    title: of the article: what a split by article goes by.
   """
 
   id: str
@@ -45,7 +44,6 @@ class Question:
   context: str
   answers: tuple[tuple[str, int], ...]
   is_impossible: bool = False
-  title: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +151,11 @@ def _load(path: epath.PathLike) -> dict[str, Any]:
 def _questions(content: dict[str, Any], path: epath.PathLike) -> Iterator[Question]:
   for number, article in enumerate(content['data']):
     where = f'{path}: data[{number}]'
-    title = article.get('title', '') if isinstance(article, dict) else ''
     for index, paragraph in enumerate(_field(article, 'paragraphs', list, where)):
       place = f'{where}.paragraphs[{index}]'
       context = _field(paragraph, 'context', str, place)
       for row, entry in enumerate(_field(paragraph, 'qas', list, place)):
-        yield _question(entry, context, str(title), f'{place}.qas[{row}]')
+        yield _question(entry, context, f'{place}.qas[{row}]')
 
 
 def _field(entry: Any, name: str, kind: type, where: str) -> Any:
@@ -175,7 +172,7 @@ def _field(entry: Any, name: str, kind: type, where: str) -> Any:
   return value
 
 
-def _question(entry: Any, context: str, title: str, where: str) -> Question:
+def _question(entry: Any, context: str, where: str) -> Question:
   name = _field(entry, 'id', str, where)
   where = f'{where} (id {name!r})'
   # Files to predict on may have no answers at all.
@@ -193,7 +190,6 @@ def _question(entry: Any, context: str, title: str, where: str) -> Question:
           for number, answer in enumerate(answers)
       ),
       impossible,
-      title,
   )
 
 

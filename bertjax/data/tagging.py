@@ -138,8 +138,10 @@ def _column(
 ) -> list[list[str]]:
   number, fields = groups[0][0]
   if not -len(fields) <= column < len(fields):
+    untagged = ', or, to predict a file without tags, set data.test_has_tags=False'
     raise TaggingError(f'{name}: line {number}: no column {column} for the {what}; the file has'
-                       f' {len(fields)}, counted from 0')
+                       f' {len(fields)}, counted from 0: set data.{what}_column'
+                       f'{untagged if what == "tag" else ""}')
   return [[fields[column] for _, fields in group] for group in groups]
 
 

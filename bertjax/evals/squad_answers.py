@@ -36,14 +36,12 @@ class Answers:
     null_odds: v2.0: score of no answer minus that of the best answer; None for v1.1. Above the
       threshold the prediction is ''.
     texts: the best answer whatever the odds; '' only where the context has no tokens.
-    null_threshold: what the predictions were made with.
   """
 
   predictions: dict[str, str]
   nbest: dict[str, list[Entry]]
   null_odds: dict[str, float] | None
   texts: dict[str, str]
-  null_threshold: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +102,7 @@ def answers(
   empty = sum(not text for text in texts.values())
   if empty:
     logging.info("SQuAD: %d questions have no token to answer with: predicted ''", empty)
-  return Answers(predictions, nbest, null_odds if version == 2 else None, texts, null_threshold)
+  return Answers(predictions, nbest, null_odds if version == 2 else None, texts)
 
 
 def write(found: Answers, folder: epath.PathLike) -> None:

@@ -79,7 +79,7 @@ def _load_glue(settings: Settings, origin: Origin) -> Task:
   stored = _known_labels(origin, spec.kind, spec.labels, mode)
   encode = lambda rows: rows_lib.encode(rows, origin.tokenizer, settings.seq_length)
 
-  def split(name: str, path: str) -> tuple[Split, Rows]:
+  def split(name: str, path: str, submitted: str = '') -> tuple[Split, Rows]:
     rows = glue.read(data.task, path, name, data.strict)
     ordered = lambda outputs: _in_order(outputs, stored, spec.labels)
     score = None if rows.labels is None else (
@@ -87,14 +87,16 @@ def _load_glue(settings: Settings, origin: Origin) -> Task:
     return Split(
         name, encode(_with_labels_of(rows, spec.labels, stored)), score,
         lambda outputs, folder: [glue.write_submission(
-            data.task, name, rows, ordered(outputs), folder)]), rows
+            data.task, submitted or name, rows, ordered(outputs), folder)]), rows
 
   single = data.test if mode == 'predict' else data.dev
-  if single:
-    # The name of a test file says which split it is, and so what the submission is called.
-    predicted = mode == 'predict'
-    name = glue_tasks.find_split(data.task, single) if predicted else spec.dev_splits[0]
-    found = (split(name, single),)
+  if single and mode == 'predict':
+    # Its name says which split it is. A file of one's own is read as a test file, and its
+    # predictions must not take the place of a submission.
+    name = glue_tasks.find_split(data.task, single)
+    found = (split(name or 'test', single, name or epath.Path(single).stem),)
+  elif single:
+    found = (split(spec.dev_splits[0], single),)
   elif data.path:
     names = spec.dev_splits
     if mode == 'predict':

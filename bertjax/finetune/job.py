@@ -26,6 +26,7 @@ from bertjax import (
   objectives,
   sharding,
   state,
+  step_folder,
   warm_start,
 )
 from bertjax import config as config_lib
@@ -71,7 +72,7 @@ def open_origin(path: str) -> Origin:
   if not path:
     raise ConfigError('init_from is empty: give --config.init_from=CHECKPOINT, from bertjax.main '
                       'or bertjax.convert.import_checkpoint')
-  folder = best.find(path) or epath.Path(path)
+  folder = best.find(path) or step_folder.absolute(path)
   if not folder.exists():
     raise ConfigError(f'init_from {path}: no such folder; give a checkpoint of bertjax.main or '
                       'bertjax.convert.import_checkpoint')
@@ -343,6 +344,10 @@ def predictors(
 
 def _evaluator(settings, build, task: Task, mesh, metric: str) -> TaskEvaluator | None:
   splits = tuple(split for split in task.splits if split.scores is not None)
+  if len(splits) < len(task.splits):
+    unlabelled = ', '.join(split.name for split in task.splits if split.scores is None)
+    raise ConfigError(f'{unlabelled} has no labels: nothing could be evaluated; give a labelled '
+                      'file, or none')
   if not splits:
     logging.warning('No labelled dev data: nothing is evaluated, and the last model is the best')
     return None

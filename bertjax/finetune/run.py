@@ -45,6 +45,10 @@ def run(settings: Settings, workdir: str, load_task: LoadTask) -> int:
     return sweep.run(settings, home, origin, load_task(settings, origin))
   # Process 0's word: another that sees the folder late would take other weights.
   trained = hosts.agreed(best.find(home) is not None or (home / step_folder.FOLDER).exists())
+  if not trained and hosts.agreed(best.holds_runs(home)):
+    raise ConfigError(f'{home} holds several runs and no best one: they have not ended, or nothing '
+                      'was evaluated; go on with mode=train, or give the folder of one of them as '
+                      '--workdir')
   origin = open_origin(str(home if trained else settings.init_from))
   logging.info('Model: %s, step %s', origin.path, origin.metadata['step'])
   task = load_task(settings, origin)
@@ -107,6 +111,7 @@ def _apply(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) 
 def _report(workdir: epath.Path, split: Split, found: predictions.Predicted) -> None:
   if split.scores is None:
     raise ConfigError(f'{split.name} has no labels: it can be predicted (mode=predict), not scored')
+  split.check(found.outputs)
   scores = ({} if found.loss is None else {'loss': found.loss}) | split.scores(found.outputs)
   text = json.dumps({'split': split.name} | scores)
   if jax.process_index() == 0:

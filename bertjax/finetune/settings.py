@@ -70,7 +70,8 @@ class Settings:
     batch_size: examples of a global batch.
     accumulate: parts into which a batch is cut to save memory.
     num_epochs: passes over the training data.
-    seq_length: examples are cut to so many tokens.
+    seq_length: examples are cut to so many tokens; long contexts of SQuAD and tagged sentences
+      become several windows.
     seq_lengths: the lengths of rows, ascending to seq_length; () chooses a few that leave the least
       padding (examples.choose_lengths).
     warmup_share: of all steps.

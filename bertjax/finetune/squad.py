@@ -72,9 +72,9 @@ def load(settings: Settings, origin: Origin) -> Task:
   def split(name: str, path: str) -> tuple[Split, tuple[squad.Question, ...]]:
     questions = squad.read(path, data.version)
     made = windows(questions, False)
-    answers = lambda outputs, null_threshold=threshold: squad_answers.answers(
+    answers = lambda outputs: squad_answers.answers(
         made, questions, outputs, data.version, data.n_best_size, data.max_answer_length,
-        null_threshold)
+        threshold)
 
     def write(outputs, folder: epath.Path) -> list[epath.Path]:
       squad_answers.write(answers(outputs), folder)
@@ -97,8 +97,10 @@ def load(settings: Settings, origin: Origin) -> Task:
   facts = {'version': data.version, 'max_length': settings.seq_length,
            **{name: getattr(data, name) for name in (
                'doc_stride', 'max_query_length', 'n_best_size', 'max_answer_length')}}
+  # The threshold that gave the score by which the model was chosen.
+  tuned = 'best_exact' if settings.evaluate.metric == 'best_exact' else 'best_f1'
   learned = lambda scores: (
-      {'null_threshold': scores['best_f1_thresh']} if data.version == 2 else {})
+      {'null_threshold': scores[f'{tuned}_thresh']} if data.version == 2 else {})
   metric = 'f1' if data.version == 1 else 'best_f1'
   splits = tuple(one for one, _ in found)
   return Task(f'squad v{data.version}', 'span', (), metric, train, splits, baseline, facts, learned)

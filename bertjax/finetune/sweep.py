@@ -18,7 +18,7 @@ from absl import logging
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
-from bertjax import best, train
+from bertjax import best, hosts, step_folder, stop, train
 from bertjax.alarms import NonFiniteError
 from bertjax.config import ConfigError
 from bertjax.data.encoding import write_files
@@ -33,7 +33,8 @@ def run(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
   results.json has a record of each; with several runs a table is printed.
 
   Raises:
-    ConfigError: no training data, or a learning rate that is not positive.
+    ConfigError: no training data, a learning rate that is not positive, or several runs in the
+      workdir of a single one.
   """
   if task.train is None:
     raise ConfigError('no training data: set data.train or data.path')
@@ -42,20 +43,27 @@ def run(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
   if any(not rate > 0 for rate in settings.learning_rates):
     raise ConfigError(f'learning_rates {settings.learning_rates}: each must be positive')
   planned = runs(settings)
-  with contextlib.nullcontext() if len(planned) == 1 else _kept_programs():
-    return _run_all(planned, workdir, origin, task)
+  if planned[0][0] and hosts.agreed((workdir / step_folder.FOLDER).exists()):
+    # Its model would be taken for the best one of the new runs.
+    raise ConfigError(f'{workdir} holds a single run; take a new --workdir for several')
+  programs = contextlib.nullcontext() if len(planned) == 1 else _kept_programs()
+  with programs, stop.StopRequest() as stopping:
+    return _run_all(planned, workdir, origin, task, stopping)
 
 
 def _run_all(
-    planned: list[tuple[str, Settings]], workdir: epath.Path, origin: Origin, task: Task
+    planned: list[tuple[str, Settings]], workdir: epath.Path, origin: Origin, task: Task,
+    stopping: stop.StopRequest,
 ) -> int:
   results = []
   for name, own in planned:
+    if stopping.noticed:  # too late for the run before, which was at its end
+      return stop.SAVED
     folder = workdir / name if name else workdir
     record = {'task': task.name, 'seed': own.seed, 'folder': name,
               'learning_rate': own.optimizer_settings(1).learning_rate}
     try:
-      code = train.train(job(own, folder, origin, task), folder)
+      code = train.train(job(own, folder, origin, task), folder, stopping)
       if code:
         return code
       record |= _result(folder, task)

@@ -48,8 +48,8 @@ def load(settings: Settings, origin: Origin) -> Task:
   read = lambda path, scheme=data.scheme: tagging.read(
       path, scheme=scheme, token_column=data.token_column, tag_column=tag_column)
   encode = lambda sentences, labels, training=False: tagging.encode(
-      sentences, origin.tokenizer, labels, settings.seq_length, data.stride or None, training)
-  train, scheme = None, data.scheme
+      sentences, origin.tokenizer, labels, settings.seq_length, stride or None, training)
+  train, scheme, stride = None, data.scheme, data.stride
   if mode == 'train':
     if not data.train:
       raise ConfigError('no training data: set data.train to a file of CoNLL columns')
@@ -62,6 +62,9 @@ def load(settings: Settings, origin: Origin) -> Task:
     train = encode(sentences, labels, training=True).examples
   else:
     need_kind(origin, 'tagging')
+    stride = stride or origin.head.get('stride', 0)
+    if scheme == 'auto':  # a small file may not show it
+      scheme = origin.head.get('scheme', 'auto')
     labels = list(origin.head.get('labels', []))
 
   def split(name: str, path: str) -> tuple[Split, tagging.Sentences]:
@@ -86,7 +89,7 @@ def load(settings: Settings, origin: Origin) -> Task:
     common = max(labels, key=[tag for row in sentences.tags for tag in row].count)
     baseline = _scores(sentences, [[common] * len(row) for row in sentences.tokens])
   return Task('tagging', 'tagging', tuple(labels), 'token_accuracy' if plain else 'f1', train,
-              tuple(one for one, _ in found), baseline)
+              tuple(one for one, _ in found), baseline, {'scheme': scheme, 'stride': stride})
 
 
 def _scores(sentences: tagging.Sentences, predicted: list[list[str]]) -> dict[str, float]:

@@ -37,17 +37,21 @@ class Split:
   scores: Callable[[Outputs], Scores] | None
   writer: Callable[[Outputs, epath.Path], list[epath.Path]]
 
-  def write(self, outputs: Outputs, folder: epath.Path) -> list[epath.Path]:
-    """Writes the files of predictions, and returns them.
-
-    Raises:
-      ConfigError: an output is not finite: nothing would show that its prediction means nothing.
-    """
+  def check(self, outputs: Outputs) -> None:
+    """Raises ConfigError if an output is not finite: its prediction would look like any other."""
     finite = np.isfinite(outputs).reshape(len(outputs), -1).all(axis=1)
     if not finite.all():
       raise ConfigError(f'{self.name}: {np.sum(~finite)} of {len(outputs)} predictions are not'
                         f' finite, the first of example {np.argmin(finite)}; take a checkpoint of a'
                         ' run that did not diverge')
+
+  def write(self, outputs: Outputs, folder: epath.Path) -> list[epath.Path]:
+    """Writes the files of predictions, and returns them.
+
+    Raises:
+      ConfigError: an output is not finite.
+    """
+    self.check(outputs)
     return self.writer(outputs, folder)
 
 

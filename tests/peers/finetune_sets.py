@@ -5,7 +5,7 @@
 squad      the 16 articles of the half dev set of v2.0: the last 4 are dev, the first 12 train;
            squad1-*: answerable questions only (read as v1.1), squad2-*: all of them; of both about
            500 questions to train on and 300 of dev, drawn evenly
-hellaswag  1,000 validation rows: the first 700 train, the last 300 dev
+hellaswag  of 1,000 validation rows the first 300 train, the last 200 are dev
 wnut17     the first 2,000 sentences of the training file
 """
 
@@ -54,7 +54,7 @@ def hellaswag(out: pathlib.Path) -> None:
   """Rows as they come."""
   path = SHARED / 'multiple_choice/hellaswag_val_1000.jsonl'
   rows = path.read_text(encoding='utf-8').split('\n')[:1000]
-  for name, part in (('train', rows[:700]), ('dev', rows[700:])):
+  for name, part in (('train', rows[:300]), ('dev', rows[-200:])):
     (out / f'hellaswag-{name}.jsonl').write_text('\n'.join(part) + '\n', encoding='utf-8')
 
 
