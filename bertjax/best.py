@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from bertjax.job import Scores
 
 FOLDER = 'best'
 RESULTS = 'results.json'  # of all runs of a workdir, by finetune.sweep
+_RUN = re.compile(r'lr.+_seed\d+')
 _OVER = 'over.json'  # in FOLDER: the step at which the patience had run out
 
 
@@ -27,7 +29,7 @@ def is_better(metric: str, score: float | None, than: float | None) -> bool:
 def find(workdir: epath.PathLike) -> epath.Path | None:
   """Where the best model is: this run's, or where several runs are, that of the best of them."""
   folder = step_folder.absolute(workdir)
-  if (folder / step_folder.FOLDER).exists() or (folder / FOLDER).exists():
+  if holds_run(folder):
     return _kept(folder)
   swept = best_run(folder)
   return find(swept) if swept else None
@@ -35,7 +37,13 @@ def find(workdir: epath.PathLike) -> epath.Path | None:
 
 def holds_runs(workdir: epath.Path) -> bool:
   """Whether a sweep was begun there (the folders are named by finetune.sweep.runs)."""
-  return any((run / step_folder.FOLDER).exists() for run in workdir.glob('lr*_seed*'))
+  return workdir.is_dir() and any(
+      holds_run(run) for run in workdir.iterdir() if _RUN.fullmatch(run.name))
+
+
+def holds_run(workdir: epath.Path) -> bool:
+  """Whether a single run was begun there."""
+  return (workdir / step_folder.FOLDER).exists() or (workdir / FOLDER).exists()
 
 
 def best_run(workdir: epath.Path) -> epath.Path | None:

@@ -608,7 +608,7 @@ with here.open_run(sys.argv[2], save_every=1, keep_last=2) as run:
 def test_kill_9_at_random_moments_of_saves(tmp_path):
   draw = np.random.default_rng(0)
   root = pathlib.Path(__file__).parents[1]
-  kills = int(os.environ.get('BERTJAX_KILLS', '4'))  # more than CI can wait for
+  kills = int(os.environ.get('BERTJAX_KILLS', '4'))  # CI cannot wait for more
   reached = 0
   for _ in range(kills):
     with subprocess.Popen([sys.executable, '-c', TRAIN, str(root), str(tmp_path)],

@@ -151,9 +151,9 @@ def test_b132_any_batch_size_and_number_of_devices(home, rte, tmp_path, capsys):
 
 def test_b133_one_row_has_one_prediction_beside_the_submission(home, rte, tmp_path):
   submission = predict(settings_of(home), rte)['RTE.tsv']
-  one = write_rte(tmp_path / 'one.tsv', random.Random(5), 1, labelled=False)
+  one = write_rte(tmp_path / 'test.txt', random.Random(5), 1, labelled=False)
   found = predict(settings_of(home, test=one), rte)
-  lines = found['RTE-one.tsv'].decode().splitlines()
+  lines = found['RTE-file-test.tsv'].decode().splitlines()
   assert len(lines) == 2 and lines[1].startswith('0\t')
   assert found['RTE.tsv'] == submission
 
@@ -247,7 +247,7 @@ def test_b107_labels_go_by_name(mnli, tmp_path, capsys):
   # And it goes on from there with its head, in its order.
   started = []
   more = small.changed(config, init_from=str(tmp_path))
-  with mock.patch.object(train, 'train', lambda job, folder: started.append(job) or 3):
+  with mock.patch.object(train, 'train', lambda job, folder, stopping: started.append(job) or 3):
     assert glue.fine_tune(more, str(tmp_path / 'more')) == 3
   assert started[0].metadata['head']['labels'] == ['NEUTRAL', 'CONTRADICTION', 'ENTAILMENT']
   initial, words = started[0].initial()
@@ -598,8 +598,9 @@ def test_a_sweep_without_a_best_run_is_not_what_it_began_with(home, rte, tmp_pat
 
 def test_what_another_run_has_kept_stays_where_two_begin_in_a_new_folder(
     home, tmp_path, monkeypatch):
+  (tmp_path / 'run/best').mkdir(parents=True)
+
   def claim(self):
-    (tmp_path / 'run/best').mkdir(parents=True)  # the other one's
     raise checkpoint.CheckpointError('another run is at work')
 
   monkeypatch.setattr(checkpoint.Checkpoints, 'claim', claim)

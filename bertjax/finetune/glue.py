@@ -94,7 +94,7 @@ def _load_glue(settings: Settings, origin: Origin) -> Task:
     # Its name says which split it is. A file of one's own is read as a test file, and its
     # predictions must not take the place of a submission.
     name = glue_tasks.find_split(data.task, single)
-    found = (split(name or 'test', single, name or epath.Path(single).stem),)
+    found = (split(name or 'test', single, name or f'file-{epath.Path(single).stem}'),)
   elif single:
     found = (split(spec.dev_splits[0], single),)
   elif data.path:

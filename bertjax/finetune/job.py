@@ -343,13 +343,13 @@ def predictors(
 
 
 def _evaluator(settings, build, task: Task, mesh, metric: str) -> TaskEvaluator | None:
-  splits = tuple(split for split in task.splits if split.scores is not None)
-  if len(splits) < len(task.splits):
-    unlabelled = ', '.join(split.name for split in task.splits if split.scores is None)
-    raise ConfigError(f'{unlabelled} has no labels: nothing could be evaluated; give a labelled '
-                      'file, or none')
+  splits = task.splits
+  unlabelled = [split.name for split in splits if split.scores is None]
+  if unlabelled:
+    raise ConfigError(f'{", ".join(unlabelled)} has no labels: nothing could be evaluated; give a '
+                      'labelled file, or none')
   if not splits:
-    logging.warning('No labelled dev data: nothing is evaluated, and the last model is the best')
+    logging.warning('No dev data: nothing is evaluated, and the last model is the best')
     return None
   targets = all(predictions.has_targets(split.examples) for split in splits)
   names = {*task.baseline, *(('loss',) if targets else ())}

@@ -81,7 +81,7 @@ def _apply(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) 
   task into WORKDIR/predictions.
 
   Raises:
-    ConfigError: no data, or no labels to evaluate with.
+    ConfigError: no data, no labels to evaluate with, or outputs that are not finite.
   """
   if not task.splits:
     raise ConfigError('no data: set data.path, or data.dev to evaluate (mode=eval), data.test to '

@@ -18,7 +18,7 @@ from absl import logging
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
-from bertjax import best, hosts, step_folder, stop, train
+from bertjax import best, hosts, stop, train
 from bertjax.alarms import NonFiniteError
 from bertjax.config import ConfigError
 from bertjax.data.encoding import write_files
@@ -43,7 +43,7 @@ def run(settings: Settings, workdir: epath.Path, origin: Origin, task: Task) -> 
   if any(not rate > 0 for rate in settings.learning_rates):
     raise ConfigError(f'learning_rates {settings.learning_rates}: each must be positive')
   planned = runs(settings)
-  if planned[0][0] and hosts.agreed((workdir / step_folder.FOLDER).exists()):
+  if planned[0][0] and hosts.agreed(best.holds_run(workdir)):
     # Its model would be taken for the best one of the new runs.
     raise ConfigError(f'{workdir} holds a single run; take a new --workdir for several')
   programs = contextlib.nullcontext() if len(planned) == 1 else _kept_programs()

@@ -25,10 +25,12 @@ class TaggingData:
 
   Attributes:
     train, dev, test: files of CoNLL columns; test may lack the tags.
-    scheme: 'auto', 'bio', 'iob1' or 'plain' (tags that are no entities).
+    scheme: 'auto', 'bio', 'iob1' or 'plain' (tags that are no entities). 'auto' goes by the tags of
+      the training file, and stays with the model.
     token_column, tag_column: from 0; negative from the end.
     test_has_tags: False reads a test file whose columns hold no tags.
-    stride: pieces from one window of a long sentence to the next; 0: half a window.
+    stride: pieces from one window of a long sentence to the next; 0: as in training, there half a
+      window.
   """
 
   train: str = ''
@@ -62,7 +64,9 @@ def load(settings: Settings, origin: Origin) -> Task:
     train = encode(sentences, labels, training=True).examples
   else:
     need_kind(origin, 'tagging')
-    stride = stride or origin.head.get('stride', 0)
+    stored = origin.head.get('stride', 0)
+    if not stride and stored <= settings.seq_length - 2:  # shorter windows have no use for it
+      stride = stored
     if scheme == 'auto':  # a small file may not show it
       scheme = origin.head.get('scheme', 'auto')
     labels = list(origin.head.get('labels', []))
@@ -82,13 +86,13 @@ def load(settings: Settings, origin: Origin) -> Task:
 
   asked = asked_file(data, mode)
   found = (split(*asked),) if asked else ()
-  plain = data.scheme == 'plain'
   baseline = {}
   if found and found[0][1].tags is not None:
     sentences = found[0][1]
     common = max(labels, key=[tag for row in sentences.tags for tag in row].count)
     baseline = _scores(sentences, [[common] * len(row) for row in sentences.tokens])
-  return Task('tagging', 'tagging', tuple(labels), 'token_accuracy' if plain else 'f1', train,
+  metric = 'token_accuracy' if scheme == 'plain' else 'f1'
+  return Task('tagging', 'tagging', tuple(labels), metric, train,
               tuple(one for one, _ in found), baseline, {'scheme': scheme, 'stride': stride})
 
 
