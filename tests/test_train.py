@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,8 +13,10 @@ import time
 
 import numpy as np
 import pytest
+import small_checkpoint as small
 
-from bertjax import checkpoint, step_folder
+from bertjax import checkpoint, evaluate, step_folder
+from bertjax.tools import fill_mask
 
 ROOT = pathlib.Path(__file__).parents[1]
 WORDS = [
@@ -114,13 +117,10 @@ def wait_for_first_step(process: subprocess.Popen) -> None:
       return
 
 
-def stop_after_first_step(home, workdir) -> tuple[int, str]:
-  """Exit code and log of a run that gets SIGTERM."""
-  process = start(home, workdir)
-  wait_for_first_step(process)
-  process.send_signal(signal.SIGTERM)
-  text = process.communicate(timeout=500)[1]
-  return process.returncode, text
+def copied(stopped: tuple[pathlib.Path, int], workdir: pathlib.Path) -> int:
+  """Puts a copy of the stopped run into `workdir`; returns its step."""
+  shutil.copytree(stopped[0], workdir, dirs_exist_ok=True)
+  return stopped[1]
 
 
 def final_hash(workdir: pathlib.Path) -> str:
@@ -155,34 +155,26 @@ def test_it_learns_and_says_so(whole):
   assert list((whole / 'tensorboard').iterdir())
 
 
-def test_the_same_command_again_has_nothing_to_do(home, whole):
-  before = final_hash(whole)
-  done = train(home, whole)
-  assert done.returncode == 0 and 'Training is complete' in done.stderr
-  assert final_hash(whole) == before
-
-
-def test_evaluate_and_fill_mask_take_nothing_but_the_checkpoint(home, whole):
+def test_evaluate_and_fill_mask_take_nothing_but_the_checkpoint(home, whole, capsys):
   done = run('bertjax.evaluate', '--checkpoint', whole, '--data', home / 'shards',
              '--batch_size', 8, '--max_examples', 40)
   values = json.loads(done.stdout)
   stored = records(whole, 'heldout')[-1]
   for name in ('masked_lm_loss', 'masked_lm_accuracy', 'next_sentence_loss'):
     np.testing.assert_allclose(values[name], stored[name], rtol=1e-5)
-  done = run('bertjax.tools.fill_mask', '--checkpoint', whole, 'river [MASK] bell')
-  assert done.returncode == 0 and '  1: ' in done.stdout
-  done = run('bertjax.tools.fill_mask', '--checkpoint', whole, 'river mill bell')
-  assert done.returncode == 2 and 'no [MASK]' in done.stderr and 'Traceback' not in done.stderr
+  assert fill_mask.main(['--checkpoint', str(whole), 'river [MASK] bell']) == 0
+  assert '  1: ' in capsys.readouterr().out
+  assert fill_mask.main(['--checkpoint', str(whole), 'river mill bell']) == 2
+  assert 'no [MASK]' in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_b132_heldout_metrics_do_not_depend_on_batch_size_or_devices(home, whole):
+def test_b132_heldout_metrics_do_not_depend_on_batch_size_or_devices(home, whole, capsys):
   results = []
   for batch_size, devices in ((5, 1), (64, 1), (13, 8)):
-    done = run('bertjax.evaluate', '--checkpoint', whole, '--data', home / 'shards', '--batch_size',
-               batch_size, '--max_examples', 13, devices=devices)
-    assert done.returncode == 0, done.stderr
-    results.append(json.loads(done.stdout))
+    with small.devices(devices):
+      assert evaluate.main(['--checkpoint', str(whole), '--data', f'{home}/shards', '--batch_size',
+                            str(batch_size), '--max_examples', '13']) == 0
+    results.append(json.loads(capsys.readouterr().out))
   assert results[0]['num_examples'] == 13
   for other in results[1:]:
     for name, value in results[0].items():
@@ -192,9 +184,13 @@ def test_b132_heldout_metrics_do_not_depend_on_batch_size_or_devices(home, whole
 
 @pytest.mark.slow
 def test_b058_b075_kill_at_any_moment_and_resume_ends_bit_for_bit_the_same(home, whole, tmp_path):
-  """Ten kill -9 that each hit a living run: start-up, restore, compile, steps and saves."""
+  """kill -9 that each hit a living run: start-up, restore, compile, steps and saves.
+
+  BERTJAX_KILLS=10 kills more often than CI can wait.
+  """
   draw, kills, began, after_start = random.Random(1), 0, 0, 0
-  while kills < 10:
+  wanted = int(os.environ.get('BERTJAX_KILLS', '4'))
+  while kills < wanted:
     began += 1
     process = start(home, tmp_path, '--config.checkpoint.every=1')
     if began % 2:  # at a random moment after the loop began, or anywhere in the run
@@ -208,8 +204,8 @@ def test_b058_b075_kill_at_any_moment_and_resume_ends_bit_for_bit_the_same(home,
       after_start += began % 2
     process.wait()
     process.stderr.close()
-    assert began < 25, f'only {kills} of {began} runs were alive when they were to be killed'
-  assert after_start >= 3
+    assert began < 3 * wanted, f'only {kills} of {began} runs were alive when they were killed'
+  assert after_start >= wanted // 3
   done = train(home, tmp_path)
   assert done.returncode == 0, done.stderr
   assert final_hash(tmp_path) == final_hash(whole)
@@ -218,12 +214,22 @@ def test_b058_b075_kill_at_any_moment_and_resume_ends_bit_for_bit_the_same(home,
                              [r['masked_lm_loss'] for r in records(whole, 'heldout')], rtol=0)
 
 
+@pytest.fixture(scope='module')
+def stopped(home, tmp_path_factory) -> tuple[pathlib.Path, int]:
+  """The workdir of a run that got SIGTERM, to be copied, and the step that it saved."""
+  workdir = tmp_path_factory.mktemp('stopped')
+  process = start(home, workdir)
+  wait_for_first_step(process)
+  process.send_signal(signal.SIGTERM)
+  text = process.communicate(timeout=500)[1]
+  assert process.returncode == 143 and 'after a save' in text, text
+  return workdir, int(step_folder.find(workdir).name)
+
+
 @pytest.mark.slow
-def test_sigterm_saves_and_exits_143_and_the_rest_is_the_same(home, whole, tmp_path):
-  code, text = stop_after_first_step(home, tmp_path)
-  assert code == 143, text
-  saved = int(step_folder.find(tmp_path).name)
-  assert 0 < saved < 80 and 'after a save' in text
+def test_sigterm_saves_and_exits_143_and_the_rest_is_the_same(home, whole, stopped, tmp_path):
+  saved = copied(stopped, tmp_path)
+  assert 0 < saved < 80
   done = train(home, tmp_path)
   assert done.returncode == 0 and f'resumed at step {saved}' in done.stderr
   assert final_hash(tmp_path) == final_hash(whole)
@@ -259,9 +265,9 @@ def test_b129_a_phase_is_saved_before_the_next_one_compiles(home, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_device_count_resumes_with_the_same_data(home, whole, tmp_path):
+def test_another_device_count_resumes_with_the_same_data(home, whole, stopped, tmp_path):
   """Not bit for bit (sums are in another order), but the same examples, masks and dropout."""
-  stop_after_first_step(home, tmp_path)
+  copied(stopped, tmp_path)
   done = train(home, tmp_path, '--config.mesh.fsdp=2', devices=4)
   assert done.returncode == 0, done.stderr
   ours, theirs = (checkpoint.leaves(checkpoint.restore_params(w)) for w in (tmp_path, whole))
@@ -272,9 +278,10 @@ def test_another_device_count_resumes_with_the_same_data(home, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_b083_two_processes_resume_what_one_began_with_the_same_data(home, whole, tmp_path):
+def test_b083_two_processes_resume_what_one_began_with_the_same_data(
+    home, whole, stopped, tmp_path):
   """The rows of the processes are disjoint, or the weights would not be the same."""
-  stop_after_first_step(home, tmp_path)
+  copied(stopped, tmp_path)
   both = start_two(home, tmp_path)
   texts = [process.communicate(timeout=500)[1] for process in both]
   assert [process.returncode for process in both] == [0, 0], texts
@@ -326,10 +333,13 @@ def test_another_configuration_on_a_workdir_is_refused_with_the_differences(home
   assert 'optimizer.b1: stored 0.9, now 0.8' in done.stderr
 
 
-def test_b059_init_from_begins_a_new_schedule_and_says_so(home, whole, tmp_path):
-  done = train(home, tmp_path, f'--config.init_from={whole}', '--config.phases[1].num_steps=1',
+def test_b059_init_from_begins_a_new_schedule_and_says_so(home, whole, tmp_path, monkeypatch):
+  """The ~ of --workdir=~/run is for us to expand."""
+  monkeypatch.setenv('HOME', str(tmp_path))
+  done = train(home, '~/run', f'--config.init_from={whole}', '--config.phases[1].num_steps=1',
                '--config.phases[0].num_steps=9')
   assert done.returncode == 0, done.stderr
+  tmp_path /= 'run'
   assert f'weights of {whole} (step 80), a new schedule' in done.stderr
   first = records(tmp_path, 'train')[0]
   assert first['step'] == 1 and first['learning_rate'] == 0
@@ -359,10 +369,8 @@ def test_no_such_configuration_and_a_workdir_that_is_a_file(home, tmp_path):
 
 @pytest.mark.parametrize('more, mend', [
     (['--config.data.path=nowhere'], 'nowhere'),
-    (['--config.model.num_attention_heads=3'], 'try hidden_size 33'),
-    (['--config.phases[0].num_steps=0'], 'must be at least 1'),
     (['--config.phases[3].num_steps=3'], 'out of range'),
-    (['--config.nope=3'], 'nope'),
+    (['--config.optimizer.learning_rat=1e-3'], 'Did you mean "learning_rate"'),
 ])
 def test_what_a_user_can_mend_is_said_in_words(home, tmp_path, more, mend):
   done = train(home, tmp_path, *more)
