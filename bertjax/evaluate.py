@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
   return 0
 
 
-def evaluate(pretrained, args: argparse.Namespace) -> dict[str, float]:
+def evaluate(pretrained, args: argparse.Namespace) -> dict[str, int | float | str]:
   """The metrics of a loaded model on `args.data`.
 
   Raises:
