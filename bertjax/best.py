@@ -15,7 +15,7 @@ from bertjax.job import Scores
 
 FOLDER = 'best'
 RESULTS = 'results.json'  # of all runs of a workdir, by finetune.sweep
-_RUN = re.compile(r'lr.+_seed\d+')
+_RUN = re.compile(r'lr.+_seed\d+')  # a folder of finetune.sweep.runs
 _OVER = 'over.json'  # in FOLDER: the step at which the patience had run out
 
 

@@ -55,7 +55,8 @@ def train(
   Args:
     job: what is trained on what.
     workdir: receives checkpoints, metrics.jsonl and event files; resumed if it holds a checkpoint.
-    stopping: of several runs in turn; one comes to an end without looking at it any more.
+    stopping: the request that several runs in turn share, for one may come when a run no longer
+      looks, at its end; None makes one.
 
   Returns:
     The exit code: 0 if training is complete, 143 if it was stopped by a signal after a save.
